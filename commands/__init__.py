@@ -1,0 +1,1 @@
+"""The `rlspeed` command tree."""

@@ -1,0 +1,3 @@
+"""rlspeed: fast RLHF training of language models."""
+
+__version__ = "0.1.0"

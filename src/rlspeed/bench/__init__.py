@@ -1,0 +1,1 @@
+"""Measuring, recording and comparing."""

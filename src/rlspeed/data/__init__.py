@@ -1,0 +1,1 @@
+"""Tables in and out, prompts, sorting and packing of files. No torch."""

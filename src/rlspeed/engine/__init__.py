@@ -1,0 +1,1 @@
+"""The shared core: torch and torch.distributed."""

@@ -1,0 +1,1 @@
+"""Hugging Face configs to policy, value and reward models."""

@@ -1,0 +1,1 @@
+"""Reward functions: finding, calling and guarding them. No torch."""

@@ -1,0 +1,1 @@
+"""Generators: from prompts to answers."""

@@ -1,0 +1,1 @@
+"""The roles, the step, the loop, checkpoints and metrics."""
