@@ -1,0 +1,98 @@
+"""rlspeed's packed attention as an attention implementation of transformers.
+
+A model loaded with `attn_implementation=PACKED_ATTENTION` calls `packed_attention` in every layer. The boundaries reach
+it as keyword arguments of the model's forward (`packed_attention_kwargs`), which Llama, Qwen2 and Qwen3 hand down
+unchanged; when they are missing the layer raises. No mask is built: transformers makes none for an implementation
+without a mask function, and registering one would make it look for packing in `position_ids`, which costs a host
+synchronisation per forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlspeed.engine.attention import check_segments, varlen_attention
+from rlspeed.errors import LayoutError
+
+PACKED_ATTENTION = "rlspeed_packed"
+
+
+def register_attention() -> None:
+    """Make PACKED_ATTENTION known to transformers; calling it again changes nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def packed_attention_kwargs(
+    cu_seqlens: torch.Tensor, lengths: tuple[int, ...], max_seqlen: int, backend: str
+) -> dict[str, Any]:
+    """Keyword arguments for the forward of a model with PACKED_ATTENTION.
+
+    cu_seqlens [S+1] int32; lengths: the same boundaries on the host; max_seqlen: the longest; backend: of
+    `choose_attention`.
+
+    Raises:
+        LayoutError: they contradict each other.
+    """
+    check_segments(sum(lengths), cu_seqlens, lengths, max_seqlen)
+    return {
+        "cu_seqlens": cu_seqlens,
+        "seq_lengths": lengths,
+        "max_seqlen": max_seqlen,
+        "attention_backend": backend,
+    }
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    seq_lengths: tuple[int, ...] | None = None,
+    max_seqlen: int | None = None,
+    attention_backend: str | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D] to ([1, T, Hq, D], no weights).
+
+    Raises:
+        LayoutError: boundaries missing, more than one row, a mask, keys of earlier calls (a cache), or dropout.
+    """
+    if cu_seqlens is None or seq_lengths is None or max_seqlen is None or attention_backend is None:
+        raise LayoutError(
+            "packed attention: the model's forward was called without cu_seqlens, seq_lengths, max_seqlen and "
+            "attention_backend; pass packed_attention_kwargs(...), boundaries are never inferred"
+        )
+    if query.shape[0] != 1:
+        raise LayoutError(f"packed attention: {query.shape[0]} rows; packed sequences lie in one row")
+    if attention_mask is not None:
+        raise LayoutError("packed attention: an attention mask was given; cu_seqlens alone says who sees whom")
+    if key.shape[2] != query.shape[2]:
+        raise LayoutError(
+            f"packed attention: {query.shape[2]} queries, {key.shape[2]} keys; no cache in packed training"
+        )
+    if dropout:
+        raise LayoutError(f"packed attention: attention dropout {dropout} is not supported; set attention_dropout to 0")
+    out = varlen_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seqlens,
+        seq_lengths,
+        max_seqlen=max_seqlen,
+        causal=getattr(module, "is_causal", True),
+        window=sliding_window,
+        scale=scaling,
+        backend=attention_backend,
+    )
+    return out[None], None
