@@ -62,6 +62,16 @@ class PackedBatch:
         per_token = torch.repeat_interleave(torch.arange(len(self.lengths), device=lengths.device), lengths)
         return per_token[self.loss_mask]
 
+    def put(self, name: str, values: torch.Tensor) -> None:
+        """Keep `values` [N] of the tokens that train as stream `name` [T] float32, zero elsewhere."""
+        stream = torch.zeros(self.num_tokens, dtype=torch.float32, device=self.input_ids.device)
+        stream[self.loss_mask] = values.detach().float()
+        self.streams[name] = stream
+
+    def get(self, name: str) -> torch.Tensor:
+        """Stream `name` at the tokens that train, [N] float32."""
+        return self.streams[name][self.loss_mask]
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on another device."""
         return PackedBatch(
