@@ -236,10 +236,10 @@ def metrics_reference() -> str:
         "Generated from `rlspeed.training.declared`; edit the declarations, then write this file again with",
         "`python -c 'from rlspeed.training.declared import *; print(metrics_reference(), end=\"\")'`.",
         "",
-        "A run writes one JSON object per step to `metrics.jsonl` (what data, seed and weights decide: a resumed run",
-        "repeats it bit for bit) and one to `timings.jsonl` (what depends on the clock, the machine or its memory). Means",
-        "are sums over all micro-batches and ranks divided by the count of all, never means of means. No token rate",
-        "counts padding.",
+        "A run writes one JSON object per step to `metrics.jsonl` (decided by data, seed and weights: a resumed run",
+        "repeats it bit for bit) and one to `timings.jsonl` (what depends on the clock, the machine or its memory).",
+        "Means are sums over all micro-batches and ranks divided by the count of all, never means of means. No token",
+        "rate counts padding.",
         "A metric without contributions in a step is absent from its line.",
     ]
     for title, metrics in SECTIONS.items():
