@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rlspeed.config.schema import Optimizer as OptimizerConfig
 from rlspeed.engine.parallelize import grad_norm
@@ -34,8 +35,12 @@ class MasterAdamW:
     Norms, biases and other vectors take no weight decay.
     """
 
-    def __init__(self, model: nn.Module, cfg: OptimizerConfig, *, total_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, cfg: OptimizerConfig, *, total_steps: int, loss_scaling: bool = False
+    ) -> None:
+        """total_steps: optimizer steps of the run, for the schedule. loss_scaling: for fp16, see `LossScale`."""
         self.cfg = cfg
+        self.scale = LossScale(65536.0 if loss_scaling else 1.0, dynamic=loss_scaling)
         self.total_steps = total_steps
         self.steps_done = 0
         self.names = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -46,14 +51,15 @@ class MasterAdamW:
                 self.masters.append(param)
                 continue
             master = nn.Parameter(param.detach().float().clone())
-            param.register_post_accumulate_grad_hook(_collector(master))
+            param.register_post_accumulate_grad_hook(_collector(master, self.scale))
             self.masters.append(master)
         decay = [m for m in self.masters if m.ndim >= 2]
         plain = [m for m in self.masters if m.ndim < 2]
         groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        on_gpu = all(m.device.type == "cuda" for m in self.masters)
+        # the fused kernel takes plain tensors; sharded ones go through the foreach path
+        plain_tensors = not any(isinstance(m, DTensor) for m in self.masters)
         self.inner = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=on_gpu or None
+            [g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=plain_tensors or None
         )
 
     @property
@@ -69,12 +75,14 @@ class MasterAdamW:
     def step(self) -> float:
         """Clip to cfg.max_grad_norm, update, and return the norm before clipping.
 
-        A norm that is not finite leaves weights and moments untouched (the caller reports it).
+        A norm that is not finite leaves weights and moments untouched (the caller reports it) and halves the loss scale.
         """
         norm = float(grad_norm(self.masters))
         if not math.isfinite(norm):
             self.zero_grad()
+            self.scale.shrink()
             return norm
+        self.scale.grow()
         limit = self.cfg.max_grad_norm
         if limit is not None and norm > limit:
             for master in self.masters:
@@ -113,16 +121,39 @@ def _fused(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer.param_groups[0].get("fused"))
 
 
-def _collector(master: nn.Parameter) -> Any:
+class LossScale:
+    """Factor of the loss that keeps small fp16 gradients above the smallest fp16 number; 1 for other precisions.
+
+    Halved after a gradient that was not finite, doubled after 200 good steps (Micikevicius et al. 2018).
+    """
+
+    def __init__(self, value: float, *, dynamic: bool) -> None:
+        self.value = value
+        self.dynamic = dynamic
+        self.good = 0
+
+    def shrink(self) -> None:
+        """After a gradient that was not finite."""
+        if self.dynamic:
+            self.value, self.good = max(self.value / 2.0, 1.0), 0
+
+    def grow(self) -> None:
+        """After a good step."""
+        self.good += 1
+        if self.dynamic and self.good % 200 == 0:
+            self.value *= 2.0
+
+
+def _collector(master: nn.Parameter, scale: LossScale) -> Any:
     """A hook that moves a finished low-precision gradient into the master's fp32 sum."""
 
     def collect(param: torch.Tensor) -> None:
         if param.grad is None:
             return
         if master.grad is None:
-            master.grad = param.grad.float()
+            master.grad = param.grad.float().div_(scale.value)
         else:
-            master.grad.add_(param.grad)
+            master.grad.add_(param.grad, alpha=1.0 / scale.value)
         param.grad = None
 
     return collect

@@ -1,0 +1,147 @@
+"""From the answers of a step to packed bins on the ranks that train them: one table, one plan, one exchange."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlspeed.engine.exchange import exchange_rows
+from rlspeed.engine.packed import PackedBatch, pack_sequences
+from rlspeed.engine.world import World
+from rlspeed.planning.balance import deal
+from rlspeed.planning.packing import pack
+from rlspeed.rollout.types import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer of the step as every rank knows it; its position in the table is its sequence number.
+
+    group: position of its prompt in the step's batch. row: the prompt's row in the data. holder: rank that has the tokens.
+    score: weighted sum of all rewards, 0 when scoring failed. reward: score plus penalties. trains: False leaves it out of the
+    loss. truncated: it ran into the length limit.
+    """
+
+    group: int
+    row: int
+    sample_id: int
+    holder: int
+    prompt_tokens: int
+    response_tokens: int
+    score: float
+    reward: float
+    failed: bool
+    trains: bool
+    truncated: bool
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response."""
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """Sequences of one optimizer step and where they train.
+
+    targets: for each sequence number in it, the rank. bins[rank]: sequence numbers of each bin; all ranks have equally many bins.
+    """
+
+    numbers: tuple[int, ...]
+    targets: dict[int, int]
+    bins: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def gather_table(world: World, mine: Sequence[Answer]) -> list[Answer]:
+    """All ranks' answers in one order that does not depend on the number of ranks."""
+    rows = [a for part in world.gather_objects(list(mine)) for a in part]
+    return sorted(rows, key=lambda a: (a.group, a.sample_id))
+
+
+def plan_minibatches(
+    table: Sequence[Answer],
+    *,
+    ranks: int,
+    groups_per_minibatch: int | None,
+    balance: bool,
+    capacity: int | None,
+    micro_batch_size: int,
+    seed: int,
+) -> list[MiniBatch]:
+    """Cut the step into optimizer steps, deal each one's sequences to ranks and fill bins.
+
+    groups_per_minibatch: prompts per optimizer step, None for all. balance: deal by cost; otherwise a sequence stays on the rank
+    that holds it. capacity: tokens per bin; None means padded training with `micro_batch_size` sequences per micro-batch.
+    seed: order of the prompts when there are several mini-batches.
+    """
+    groups = sorted({a.group for a in table})
+    size = groups_per_minibatch or len(groups)
+    if size < len(groups):
+        random.Random(seed).shuffle(groups)
+    plans = []
+    for start in range(0, len(groups), size):
+        chosen = set(groups[start : start + size])
+        numbers = tuple(i for i, a in enumerate(table) if a.group in chosen)
+        lengths = [table[i].tokens for i in numbers]
+        if balance:
+            shares = deal(lengths, ranks)
+        else:
+            shares = tuple(tuple(j for j, i in enumerate(numbers) if table[i].holder == r) for r in range(ranks))
+        bins = [_bins([numbers[j] for j in share], [lengths[j] for j in share], capacity, micro_batch_size) for share in shares]
+        most = max(len(b) for b in bins)
+        plans.append(
+            MiniBatch(
+                numbers=numbers,
+                targets={numbers[j]: rank for rank, share in enumerate(shares) for j in share},
+                bins=tuple(tuple(b) + ((),) * (most - len(b)) for b in bins),
+            )
+        )
+    return plans
+
+
+def _bins(numbers: list[int], lengths: list[int], capacity: int | None, micro_batch_size: int) -> list[tuple[int, ...]]:
+    """Bins of one rank: packed by tokens, or `micro_batch_size` sequences each in padded training."""
+    if not numbers:
+        return []
+    if capacity is None:
+        return [tuple(numbers[i : i + micro_batch_size]) for i in range(0, len(numbers), micro_batch_size)]
+    return [tuple(numbers[j] for j in b) for b in pack(lengths, capacity).bins]
+
+
+def build_batches(
+    world: World, table: Sequence[Answer], rollouts: dict[int, Rollout], plans: Sequence[MiniBatch]
+) -> list[list[PackedBatch]]:
+    """Exchange the sequences and lay this rank's bins out, per mini-batch; stream `rollout_logprobs` comes along.
+
+    rollouts: this rank's answers by sequence number. A spare bin (none of its own sequences) is one masked token.
+    """
+    targets = {n: r for plan in plans for n, r in plan.targets.items()}
+    rows = {n: (r.prompt_ids + r.response_ids, r.logprobs) for n, r in rollouts.items()}
+    held = exchange_rows(
+        world,
+        rows,
+        [(a.tokens, a.response_tokens) for a in table],
+        [a.holder for a in table],
+        [targets[n] for n in range(len(table))],
+    )
+    return [[_packed(table, held, numbers).to(world.device) for numbers in plan.bins[world.rank]] for plan in plans]
+
+
+def _packed(
+    table: Sequence[Answer], held: dict[int, tuple[list[int], list[float]]], numbers: Sequence[int]
+) -> PackedBatch:
+    """One bin with the generator's log-probs beside the tokens."""
+    batch = pack_sequences(
+        [held[n][0] for n in numbers],
+        [table[n].prompt_tokens for n in numbers],
+        sequence_ids=numbers,
+        trains=[table[n].trains for n in numbers],
+    )
+    stream = torch.zeros(batch.num_tokens)
+    flat = [x for n in numbers if table[n].trains for x in held[n][1]]
+    stream[batch.loss_mask] = torch.tensor(flat, dtype=torch.float32)
+    batch.streams["rollout_logprobs"] = stream
+    return batch

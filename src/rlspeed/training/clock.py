@@ -1,0 +1,39 @@
+"""Seconds of each phase, with the device finished at both ends, so that no phase pays for another's kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Clock:
+    """Sums wall-clock seconds by phase name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.current = "start"
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as `name`; the same name twice adds up."""
+        outer, self.current = self.current, name
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+            self.current = outer
+
+    def take(self) -> dict[str, float]:
+        """Seconds since the last call, by phase."""
+        out, self.seconds = self.seconds, {}
+        return out

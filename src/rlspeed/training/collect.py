@@ -1,0 +1,171 @@
+"""Experience: prompts to answers to rewards, on the ranks that generate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from rlspeed.algorithms.advantage import overlong_penalty
+from rlspeed.config.schema import Profile
+from rlspeed.data.prompts import PromptTable
+from rlspeed.engine.world import World
+from rlspeed.rewards.pool import RewardPool
+from rlspeed.rewards.types import Sample, Score
+from rlspeed.rollout.generator import Generator
+from rlspeed.rollout.types import Prompt, Rollout, SamplingParams
+from rlspeed.training.batches import Answer
+from rlspeed.training.seeds import seed_of
+from rlspeed.training.stop import StopFlag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """This rank's answers of a step: by (position of the prompt in the step, number of the answer)."""
+
+    rollouts: dict[tuple[int, int], Rollout]
+    rows: dict[int, int]
+    scores: dict[tuple[int, int], Score] = field(default_factory=dict)
+
+
+class Collector:
+    """Generates and scores; owns nothing but references to the parts that do it."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        world: World,
+        tokenizer: Any,
+        generator: Generator,
+        pool: RewardPool,
+        scorer: Any | None,
+        sampling: SamplingParams,
+        stop: StopFlag,
+    ) -> None:
+        self.profile = profile
+        self.world = world
+        self.tokenizer = tokenizer
+        self.generator = generator
+        self.pool = pool
+        self.scorer = scorer
+        self.sampling = sampling
+        self.stop = stop
+
+    def close(self) -> None:
+        """End the generator and the reward workers."""
+        self.generator.close()
+        self.pool.close()
+
+    def generate(self, table: PromptTable, rows: Sequence[int], *, n: int, sampling: SamplingParams, stream: int) -> Collected:
+        """`n` answers to each of this rank's share of `rows`.
+
+        The random stream of an answer depends on run.seed, `stream` (the step), the row and the answer's number alone, so neither
+        ranks nor batches nor a resumed run change what is drawn.
+
+        Raises:
+            StopRequested: some rank was asked to stop meanwhile.
+        """
+        requests, places = [], []
+        for group in range(self.world.rank, len(rows), self.world.size):
+            for sample_id in range(n):
+                seed = seed_of(self.profile.run.seed, stream, rows[group], sample_id)
+                tokens = tuple(table[rows[group]].token_ids)
+                requests.append(Prompt(prompt_id=group, sample_id=sample_id, token_ids=tokens, seed=seed))
+                places.append((group, sample_id))
+        try:
+            rollouts = self.generator.generate(requests, sampling) if requests else []
+        except GenerationStopped:
+            rollouts = []
+        self.stop.agree()
+        return Collected(
+            rollouts=dict(zip(places, rollouts)),
+            rows={group: rows[group] for group in range(self.world.rank, len(rows), self.world.size)},
+        )
+
+    def score(self, table: PromptTable, collected: Collected) -> list[Answer]:
+        """Rewards of this rank's answers; fills `collected.scores`.
+
+        Raises:
+            RewardError: a function failed and the policy is to stop, on the rank where it happened.
+        """
+        places = list(collected.rollouts)
+        samples = [self._sample(table, collected, place, i) for i, place in enumerate(places)]
+        scores = self.pool.score(samples) if samples else []
+        if self.scorer is not None and samples:
+            scores = add_model_scores(scores, self.scorer.score(samples), self.profile.reward.model.weight)
+        collected.scores.update(zip(places, scores))
+        return [self._answer(collected, place, score) for place, score in zip(places, scores)]
+
+    def dump(self, table: PromptTable, collected: Collected, step: int) -> list[dict[str, Any]]:
+        """This rank's answers as verl dumps them: input, output, gts, score, step, and what the rewards returned beside it."""
+        out = []
+        for place, rollout in collected.rollouts.items():
+            row, score = table[collected.rows[place[0]]], collected.scores[place]
+            out.append(
+                {
+                    "input": row.text,
+                    "output": self.tokenizer.decode(rollout.response_ids, skip_special_tokens=True),
+                    "gts": row.ground_truth,
+                    "score": score.total,
+                    "step": step,
+                    "uid": f"{row.index}_{place[1]}",
+                    "finish": rollout.finish,
+                    "policy_version": rollout.policy_version,
+                    **{f"reward/{k}": v for k, v in score.parts.items()},
+                    **score.extra,
+                }
+            )
+        return out
+
+    def _sample(self, table: PromptTable, collected: Collected, place: tuple[int, int], index: int) -> Sample:
+        rollout = collected.rollouts[place]
+        row = table[collected.rows[place[0]]]
+        return Sample(
+            index=index,
+            prompt_id=row.index,
+            sample_id=place[1],
+            prompt=row.prompt,
+            prompt_text=row.text,
+            response_text=self.tokenizer.decode(rollout.response_ids, skip_special_tokens=True),
+            response_ids=rollout.response_ids,
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            extra_info=row.extra_info,
+            columns=row.columns,
+            finish=rollout.finish,
+        )
+
+    def _answer(self, collected: Collected, place: tuple[int, int], score: Score) -> Answer:
+        rollout = collected.rollouts[place]
+        total = 0.0 if score.total is None else float(score.total)
+        soft = self.profile.algorithm.overlong_penalty
+        penalty = overlong_penalty(
+            torch.tensor([len(rollout.response_ids)]),
+            max_response_tokens=self.profile.rollout.max_new_tokens,
+            buffer=soft.buffer,
+            factor=soft.factor,
+        )
+        return Answer(
+            group=place[0],
+            row=collected.rows[place[0]],
+            sample_id=place[1],
+            holder=self.world.rank,
+            prompt_tokens=len(rollout.prompt_ids),
+            response_tokens=len(rollout.response_ids),
+            score=total,
+            reward=total + float(penalty[0]),
+            failed=score.total is None,
+            trains=score.total is not None,
+            truncated=rollout.finish == "length",
+        )
+
+
+def add_model_scores(scores: Sequence[Score], extra: Sequence[float], weight: float) -> list[Score]:
+    """The reward model's scores as one more part of each total."""
+    out = []
+    for score, value in zip(scores, extra):
+        total = None if score.failed is not None else (score.total or 0.0) + weight * value
+        out.append(replace(score, total=total, parts={**score.parts, "model": value}))
+    return out

@@ -1,0 +1,96 @@
+"""Rewards to advantages: who gets the credit, per sequence for group estimators, per token for PPO and REINFORCE++."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlspeed.algorithms import advantage, kl, segments
+from rlspeed.config.schema import Algorithm
+from rlspeed.engine.packed import PackedBatch
+from rlspeed.engine.world import World
+from rlspeed.training.batches import Answer
+
+PER_SEQUENCE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+
+
+def sequence_advantages(table: Sequence[Answer], cfg: Algorithm) -> torch.Tensor | None:
+    """Advantage [answers] of each answer of the step; None for the estimators that work per token.
+
+    Answers that do not train (failed scoring) are left out of their group's statistics and get 0.
+    """
+    if cfg.kind not in PER_SEQUENCE:
+        return None
+    out = torch.zeros(len(table))
+    index = [i for i, a in enumerate(table) if a.trains]
+    if not index:
+        return out
+    rewards = torch.tensor([table[i].reward for i in index])
+    names = sorted({table[i].group for i in index})
+    groups = torch.tensor([names.index(table[i].group) for i in index])
+    if cfg.kind == "rloo":
+        values = advantage.rloo(rewards, groups, len(names))
+    elif cfg.kind == "reinforce_pp_baseline":
+        values = advantage.group_centred(rewards, groups, len(names))
+    else:
+        values = advantage.group_relative(rewards, groups, len(names), divide_by_std=cfg.kind == "grpo")
+    out[index] = values.float()
+    return out
+
+
+def token_rewards(batch: PackedBatch, table: Sequence[Answer], cfg: Algorithm, kl_coef: float) -> torch.Tensor:
+    """Rewards [N] of the tokens that train: the answer's reward on its last token, minus the KL penalty when that is on."""
+    segment_ids = batch.segment_ids()
+    rewards = torch.zeros(segment_ids.numel(), device=segment_ids.device)
+    if rewards.numel() == 0:
+        return rewards
+    last = segments.last_index(segment_ids)
+    owners = [batch.sequence_ids[s] for s in segment_ids[last].tolist()]
+    rewards[last] = torch.tensor([table[n].reward for n in owners], device=rewards.device)
+    if cfg.kl.where == "reward":
+        penalty = kl.estimate(batch.get("old_logprobs"), batch.get("ref_logprobs"), cfg.kl.estimator)
+        rewards = rewards - kl_coef * penalty
+    return rewards
+
+
+def assign_advantages(
+    batches: Sequence[PackedBatch], table: Sequence[Answer], cfg: Algorithm, kl_coef: float, world: World
+) -> None:
+    """Put the streams `advantages`, `returns` and `token_rewards` on every bin; whitening is over all tokens of all ranks."""
+    per_sequence = sequence_advantages(table, cfg)
+    flat = []
+    for batch in batches:
+        ids = batch.segment_ids()
+        rewards = token_rewards(batch, table, cfg, kl_coef)
+        if per_sequence is not None:
+            owners = torch.tensor([n if n >= 0 else 0 for n in batch.sequence_ids])
+            advantages = per_sequence[owners].to(ids.device)[ids]
+            returns = advantages
+        elif cfg.kind == "ppo":
+            values = batch.get("values")
+            advantages, returns = advantage.gae(rewards, values, ids, batch.num_sequences, gamma=cfg.gamma, lam=cfg.lam)
+        else:
+            advantages = returns = advantage.discounted_returns(rewards, ids, batch.num_sequences, gamma=cfg.gamma)
+        flat.append(advantages)
+        batch.put("token_rewards", rewards)
+        batch.put("returns", returns)
+    whiten = cfg.whiten_advantages
+    if whiten is None:
+        whiten = cfg.kind in ("ppo", "reinforce_pp", "reinforce_pp_baseline")
+    if whiten:
+        flat = whiten_over_ranks(flat, world)
+    for batch, advantages in zip(batches, flat):
+        batch.put("advantages", advantages)
+
+
+def whiten_over_ranks(parts: Sequence[torch.Tensor], world: World) -> list[torch.Tensor]:
+    """Mean 0 and unbiased variance 1 over all values of all ranks; ranks without values take part (with zeros)."""
+    count = sum(p.numel() for p in parts)
+    total = sum(float(p.double().sum()) for p in parts)
+    count, total = world.sum([count, total])
+    mean = total / max(count, 1.0)
+    squares = world.sum([sum(float((p.double() - mean).square().sum()) for p in parts)])[0]
+    variance = squares / max(count - 1.0, 1.0)
+    return [segments.standardise(p, mean, variance) for p in parts]
+

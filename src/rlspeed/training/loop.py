@@ -1,0 +1,236 @@
+"""A run from its configuration to its last checkpoint: set-up, steps, validation, stop and resume."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlspeed.algorithms.kl import AdaptiveKL
+from rlspeed.config.load import LoadedProfile
+from rlspeed.engine.world import World, start_world
+from rlspeed.training import checkpoint, rundir
+from rlspeed.training.clock import Clock
+from rlspeed.training.display import Display
+from rlspeed.training.export import export_hf
+from rlspeed.training.loggers import METRICS_FILE, JsonLines, Loggers
+from rlspeed.training.metrics import StepMetrics
+from rlspeed.training.plots import write_plots
+from rlspeed.training.ppo_step import StepResult, ppo_step
+from rlspeed.training.roles import Trainable
+from rlspeed.training.setup import Setup, build, startup_checks
+from rlspeed.training.stop import StopFlag, StopRequested
+from rlspeed.training.validate import validate
+
+
+def train(loaded: LoadedProfile) -> int:
+    """Run the whole job on this rank; returns the exit code (0 also after SIGTERM, when the checkpoint is written).
+
+    Raises:
+        RlspeedError: anything that is the user's to mend.
+    """
+    profile = loaded.profile
+    mesh = profile.devices.actor.device_mesh if profile.devices.actor else None
+    world = start_world(use_cpu=mesh == ["cpu"], hang_timeout_seconds=profile.run.hang_timeout_seconds)
+    try:
+        with StopFlag(world) as stop:
+            return Job(loaded, world, stop).run()
+    finally:
+        world.close()
+
+
+class Job:
+    """One run on this rank: the state that changes from step to step is `step` and `kl`."""
+
+    def __init__(self, loaded: LoadedProfile, world: World, stop: StopFlag) -> None:
+        self.profile = loaded.profile
+        self.world = world
+        self.stop = stop
+        self.clock = Clock(world.device)
+        self.step = 0
+        self.total_tokens = 0
+        self.notes: list[str] = []
+        _seed_everything(self.profile.run.seed)
+        self.display = Display(enabled=world.is_main)
+        self.setup: Setup = build(self.profile, world, stop, self.clock)
+        name = self.profile.run.name or self.profile.name
+        self.dir: Path = rundir.open_run_dir(world, name, self.profile.run.dir, resume=self.profile.run.resume)
+        cfg = self.profile.algorithm.kl
+        self.kl = AdaptiveKL(coef=cfg.coef, target=cfg.target, horizon=cfg.horizon)
+        resumed = self._resume()
+        if world.is_main:
+            rundir.write_text(self.dir / rundir.RESOLVED, loaded.dump())
+        self.loggers = Loggers(
+            self.dir,
+            self.profile.run.loggers,
+            run_name=name,
+            config=self.profile.model_dump(mode="json"),
+            resume_step=self.step if resumed else None,
+            enabled=world.is_main,
+        )
+        self.validated: set[int] = world.broadcast_object(self._validated_steps())
+
+    def run(self) -> int:
+        """All steps that are left; always closes what it opened."""
+        try:
+            return self._run()
+        finally:
+            self.display.close()
+            self.loggers.close()
+            self.setup.parts.collector.close()
+
+    def _run(self) -> int:
+        self.display.start(self.setup.total_steps, self.step, str(self.dir))
+        for note in (*self.notes, *self.setup.notes):
+            self.display.note(note)
+        try:
+            if self.profile.run.startup_checks:
+                with self._phase("checks"):
+                    for note in startup_checks(self.setup):
+                        self.display.note(note)
+            self._validate_if_due()
+            while self.step < self.setup.total_steps:
+                self._one_step()
+        except StopRequested:
+            return self._stopped()
+        return self._finish()
+
+    def _one_step(self) -> None:
+        """A training step with its log line, then what is due after it: a validation, a checkpoint."""
+        self.stop.agree()
+        number = self.step + 1
+        metrics = StepMetrics()
+        with self.clock.phase("step"):
+            result = ppo_step(self.setup.parts, number, self.setup.stream.batch(self.step), self.kl.coef, metrics)
+        self._after_step(number, metrics, result)
+        self._log(metrics)
+        self._validate_if_due()
+        if self.profile.run.save_every and number % self.profile.run.save_every == 0:
+            self._save()
+
+    def _after_step(self, number: int, metrics: StepMetrics, result: StepResult) -> None:
+        """Count the step, move the controller, write sampled answers."""
+        self.step = number
+        cfg = self.profile.algorithm.kl
+        if cfg.where == "reward" and cfg.controller == "adaptive":
+            self.kl = self.kl.updated(result.mean_kl, len(result.table))
+        self.total_tokens += sum(a.tokens for a in result.table)
+        metrics.add("training/epoch", float(self.setup.stream.epoch(number - 1)))
+        self._write_answers("rollouts", self.setup.parts.collector.dump(self.setup.train_table, result.collected, number))
+
+    def _validate_if_due(self) -> None:
+        """Validation at the start, at the end and every run.validate_every steps, unless its line is written already.
+
+        The line is separate from the step's, so that a run which was stopped inside a validation makes up for it on resume.
+        """
+        every = self.profile.run.validate_every
+        due = self.step in (0, self.setup.total_steps) or (every and self.step % every == 0)
+        if self.setup.val_table is None or not due or self.step in self.validated:
+            return
+        metrics = StepMetrics()
+        with self._phase("testing"):
+            collected = validate(self.setup.parts, self.setup.val_table, metrics)
+        self._log(metrics)
+        self.validated.add(self.step)
+        rows = self.setup.parts.collector.dump(self.setup.val_table, collected, self.step)
+        self._write_answers("validation", rows)
+
+    def _write_answers(self, folder: str, rows: list[dict[str, Any]]) -> None:
+        count = self.profile.run.log_rollouts
+        if self.world.is_main and count:
+            rundir.write_jsonl(self.dir / folder / f"{self.step}.jsonl", rows[:count])
+
+    def _log(self, metrics: StepMetrics) -> None:
+        metrics.add_seconds(self.clock.take())
+        metrics.add_memory(self.world.device)
+        values = metrics.reduce(self.world.gather_objects)
+        self.loggers.log(self.step, values)
+        self.display.step(self.step, values)
+
+    def _phase(self, name: str) -> Any:
+        """Time and show a phase."""
+        return _Both(self.clock.phase(name), self.display.phase(name))
+
+    def _roles(self) -> Mapping[str, Trainable]:
+        roles = self.setup.parts.roles
+        return {"actor": roles.actor} | ({"critic": roles.critic} if roles.critic is not None else {})
+
+    def _save(self) -> Path:
+        with self._phase("save_checkpoint"):
+            progress = checkpoint.Progress(
+                step=self.step,
+                kl_coef=self.kl.coef,
+                optimizer_steps={n: r.optimizer.steps_done for n, r in self._roles().items()},
+                policy_version=self.setup.parts.collector.generator.version,
+                total_tokens=self.total_tokens,
+            )
+            return checkpoint.save(
+                self.dir, self.world, self._roles(), progress, keep=self.profile.run.keep_checkpoints
+            )
+
+    def _resume(self) -> bool:
+        """Go on from the last complete checkpoint; without one, from the start."""
+        if not self.profile.run.resume:
+            return False
+        folder, skipped = self.world.broadcast_object(checkpoint.find_last(self.dir))
+        for note in skipped:
+            self.notes.append(note)
+        if folder is not None:
+            progress = checkpoint.load(folder, self.world, self._roles())
+            self.step, self.total_tokens = progress.step, progress.total_tokens
+            self.kl = AdaptiveKL(coef=progress.kl_coef, target=self.kl.target, horizon=self.kl.horizon)
+            self.setup.parts.collector.generator.load(None, progress.policy_version)
+            self.notes.append(f"resumed from {folder}")
+        return True
+
+    def _validated_steps(self) -> set[int]:
+        """Steps whose validation line is in metrics.jsonl."""
+        rows = JsonLines(self.dir / METRICS_FILE).rows()
+        return {row["step"] for row in rows if any(k.startswith("val-") for k in row)}
+
+    def _stopped(self) -> int:
+        """Answer to SIGTERM: a checkpoint of the last finished step."""
+        folder = self._save()
+        self.display.note(f"stopped on request after step {self.step}; go on with: rlspeed train {self.dir} --resume")
+        self.display.note(f"checkpoint: {folder}")
+        return 0
+
+    def _finish(self) -> int:
+        """Last checkpoint, Hugging Face directory, plots."""
+        folder = self._save()
+        self.display.note(f"checkpoint: {folder}")
+        if self.profile.run.save_hf:
+            with self._phase("export"):
+                parts = self.setup.parts
+                target = export_hf(parts.roles, self.setup.tokenizer, self.dir / "hf", self.world, self.setup.precision)
+            self.display.note(f"model: {target}")
+        if self.profile.run.plots and self.world.is_main:
+            for picture in write_plots(self.dir):
+                self.display.note(f"plot: {picture}")
+        return 0
+
+
+class _Both:
+    """Two contexts as one."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.contexts = (first, second)
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(*error)
+
+
+def _seed_everything(seed: int) -> None:
+    """Seeds of libraries that draw for themselves; answers are drawn from `seeds.seed_of`."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)

@@ -1,0 +1,284 @@
+"""One PPO/GRPO step, top to bottom: answers, scores, packs, log-probs, credit, updates, new weights to the generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rlspeed.algorithms import correction, kl, loss, segments
+from rlspeed.config.schema import Profile
+from rlspeed.data.prompts import PromptTable
+from rlspeed.engine.packed import PackedBatch
+from rlspeed.engine.world import World
+from rlspeed.training.batches import Answer, MiniBatch, build_batches, gather_table, plan_minibatches
+from rlspeed.training.clock import Clock
+from rlspeed.training.collect import Collected, Collector
+from rlspeed.training.credit import assign_advantages
+from rlspeed.training.metrics import StepMetrics
+from rlspeed.training.roles import Roles, Updated
+from rlspeed.training.seeds import seed_of
+from rlspeed.training.step_metrics import (
+    explained_variance,
+    informative_groups,
+    record_answers,
+    record_mismatch,
+    record_sizes,
+    record_streams,
+)
+from rlspeed.training.stop import StopFlag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a step works with; made once by the loop."""
+
+    profile: Profile
+    world: World
+    roles: Roles
+    collector: Collector
+    train_table: PromptTable
+    clock: Clock
+    stop: StopFlag
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the loop needs from a finished step.
+
+    mean_kl: mean over sequences of the KL per token in the reward, for the controller. collected: this rank's answers.
+    """
+
+    mean_kl: float
+    collected: Collected
+    table: list[Answer]
+
+
+def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metrics: StepMetrics) -> StepResult:
+    """Run training step `step` (from 1) on the prompts `rows`.
+
+    Every rank runs this with the same arguments. Nothing is changed before all ranks have agreed, after the last scoring pass,
+    that no stop was asked for.
+
+    Raises:
+        StopRequested: a stop was asked for before the update began.
+    """
+    cfg, world, clock = parts.profile, parts.world, parts.clock
+    with clock.phase("gen"):
+        collected = parts.collector.generate(
+            parts.train_table, rows, n=cfg.rollout.n, sampling=parts.collector.sampling, stream=step
+        )
+    with clock.phase("reward"):
+        table = gather_table(world, parts.collector.score(parts.train_table, collected))
+    table = leave_out(table, filter_groups=cfg.algorithm.filter_groups)
+    record_answers(metrics, table, world)
+    plans = plan_minibatches(
+        table,
+        ranks=world.size,
+        groups_per_minibatch=cfg.algorithm.mini_batch_size,
+        balance=cfg.data.balance_dp_token,
+        capacity=parts.capacity if cfg.model.use_remove_padding else None,
+        micro_batch_size=cfg.packing.micro_batch_size,
+        seed=seed_of(cfg.run.seed, step),
+    )
+    record_sizes(metrics, table, plans, world, padded=not cfg.model.use_remove_padding)
+    mine = {i: collected.rollouts[(a.group, a.sample_id)] for i, a in enumerate(table) if a.holder == world.rank}
+    per_minibatch = build_batches(world, table, mine, plans)
+    batches = [b for part in per_minibatch for b in part]
+    _score(parts, batches, plans)
+    with clock.phase("adv"):
+        mean_kl = _mean_kl(parts, batches)
+        assign_advantages(batches, table, cfg.algorithm, kl_coef, world)
+        record_streams(metrics, batches)
+    parts.stop.agree()
+    _update(parts, step, table, plans, per_minibatch, kl_coef, metrics)
+    with clock.phase("update_weights"):
+        parts.collector.generator.load(None, parts.collector.generator.version + 1)
+    _record_run(parts, batches, mean_kl, kl_coef, metrics)
+    return StepResult(mean_kl=mean_kl, collected=collected, table=table)
+
+
+def leave_out(table: Sequence[Answer], *, filter_groups: bool) -> list[Answer]:
+    """DAPO's group filter: answers of groups without two different rewards train no more (numerator and denominator)."""
+    if not filter_groups:
+        return list(table)
+    keep = informative_groups([a for a in table if a.trains])
+    return [replace(a, trains=a.trains and a.group in keep) for a in table]
+
+
+def _record_run(
+    parts: Parts, batches: Sequence[PackedBatch], mean_kl: float, kl_coef: float, metrics: StepMetrics
+) -> None:
+    """Numbers that are the same on all ranks."""
+    where = parts.profile.algorithm.kl.where
+    if where == "reward":
+        metrics.add("actor/reward_kl_penalty", mean_kl)
+        metrics.add("actor/reward_kl_penalty_coeff", kl_coef)
+    if where == "loss":
+        metrics.add("actor/kl_coef", kl_coef)
+    metrics.add("rollout_corr/policy_version", float(parts.collector.generator.version - 1))
+    if parts.roles.critic is not None:
+        explained = explained_variance(batches, parts.world)
+        if explained is not None:
+            metrics.add("critic/vf_explained_var", explained)
+
+
+def _single_update(parts: Parts, plans: Sequence[MiniBatch]) -> bool:
+    """True when each answer is used in exactly one optimizer step, so that the ratio to the old policy is exactly 1."""
+    cfg = parts.profile.algorithm
+    return cfg.epochs == 1 and len(plans) == 1 and cfg.kl.where != "reward"
+
+
+@torch.no_grad()
+def _score(parts: Parts, batches: Sequence[PackedBatch], plans: Sequence[MiniBatch]) -> None:
+    """Streams without gradient: old log-probs (unless the update makes them itself), reference log-probs, values."""
+    roles, clock = parts.roles, parts.clock
+    if not _single_update(parts, plans):
+        with clock.phase("old_log_prob"):
+            for batch in batches:
+                batch.put("old_logprobs", roles.actor.logprobs(batch))
+    if roles.reference is not None:
+        with clock.phase("ref"):
+            for batch in batches:
+                batch.put("ref_logprobs", roles.reference.logprobs(batch))
+    if roles.critic is not None:
+        with clock.phase("values"):
+            for batch in batches:
+                batch.put("values", roles.critic.values(batch))
+
+
+@torch.no_grad()
+def _mean_kl(parts: Parts, batches: Sequence[PackedBatch]) -> float:
+    """Mean over sequences of the mean KL per token, over all ranks; 0 when there is none in the reward."""
+    cfg = parts.profile.algorithm
+    if cfg.kl.where != "reward":
+        return 0.0
+    total, count = 0.0, 0.0
+    for batch in batches:
+        ids = batch.segment_ids()
+        values = kl.estimate(batch.get("old_logprobs"), batch.get("ref_logprobs"), cfg.kl.estimator)
+        total += float(segments.segment_mean(values, ids, batch.num_sequences).double().sum())
+        count += float((segments.segment_lengths(ids, batch.num_sequences) > 0).sum())
+    total, count = parts.world.sum([total, count])
+    return total / max(count, 1.0)
+
+
+def _update(
+    parts: Parts,
+    step: int,
+    table: Sequence[Answer],
+    plans: Sequence[MiniBatch],
+    per_minibatch: Sequence[Sequence[PackedBatch]],
+    kl_coef: float,
+    metrics: StepMetrics,
+) -> None:
+    """Passes over the mini-batches: the critic's update, then the actor's."""
+    cfg, roles = parts.profile.algorithm, parts.roles
+    for epoch in range(cfg.epochs):
+        for plan, batches in zip(plans, per_minibatch):
+            counts = loss.GlobalCounts(
+                tokens=sum(table[n].response_tokens for n in plan.numbers if table[n].trains),
+                sequences=sum(table[n].trains for n in plan.numbers),
+            )
+            if roles.critic is not None:
+                with parts.clock.phase("update_critic"):
+                    done = _update_critic(parts, batches, counts, metrics)
+                metrics.add_update("critic", grad_norm=done.grad_norm, lr=done.lr, empty=done.empty)
+            if step <= cfg.critic_warmup_steps:
+                continue
+            with parts.clock.phase("update_actor"):
+                done = _update_actor(parts, batches, counts, kl_coef, metrics, first=epoch == 0)
+            metrics.add_update("actor", grad_norm=done.grad_norm, lr=done.lr, empty=done.empty)
+
+
+def _update_critic(
+    parts: Parts, batches: Sequence[PackedBatch], counts: loss.GlobalCounts, metrics: StepMetrics
+) -> Updated:
+    cfg, critic = parts.profile.algorithm, parts.roles.critic
+    assert critic is not None
+
+    def loss_of(batch: PackedBatch) -> torch.Tensor:
+        values = critic.forward(batch)
+        out = loss.value_loss(
+            values,
+            batch.get("values"),
+            batch.get("returns"),
+            _weights(parts, batch, counts),
+            clip=cfg.value_clip,
+        )
+        metrics.add_loss("critic", out)
+        return out.loss
+
+    return critic.update(batches, loss_of, global_tokens=counts.tokens)
+
+
+def _update_actor(
+    parts: Parts,
+    batches: Sequence[PackedBatch],
+    counts: loss.GlobalCounts,
+    kl_coef: float,
+    metrics: StepMetrics,
+    *,
+    first: bool,
+) -> Updated:
+    """One optimizer step of the policy; on the first pass over on-policy data it also measures the gap to the generator."""
+    cfg, actor = parts.profile.algorithm, parts.roles.actor
+
+    def loss_of(batch: PackedBatch) -> torch.Tensor:
+        logprobs, entropy = actor.forward(batch, with_entropy=True)
+        if "old_logprobs" not in batch.streams:
+            batch.put("old_logprobs", logprobs)
+        if first:
+            record_mismatch(metrics, batch)
+        out = _policy_loss(parts, batch, logprobs, _weights(parts, batch, counts))
+        assert entropy is not None
+        out = out.plus(loss.entropy_bonus(entropy, _weights(parts, batch, counts), coef=cfg.entropy_coef))
+        if cfg.kl.where == "loss":
+            term = loss.kl_loss(
+                logprobs,
+                batch.get("ref_logprobs"),
+                _weights(parts, batch, counts),
+                estimator=cfg.kl.estimator,
+                coef=kl_coef,
+            )
+            out = out.plus(term)
+        metrics.add_loss("actor", out)
+        return out.loss
+
+    return actor.update(batches, loss_of, global_tokens=counts.tokens)
+
+
+def _policy_loss(parts: Parts, batch: PackedBatch, logprobs: torch.Tensor, weights: torch.Tensor) -> loss.LossOut:
+    """The policy term that the configuration names, with the correction for the generator's probabilities in the weights."""
+    cfg, rollout = parts.profile.algorithm, parts.profile.rollout
+    old, advantages, ids = batch.get("old_logprobs"), batch.get("advantages"), batch.segment_ids()
+    if rollout.correction != "none":
+        weights = weights * correction.importance_weights(
+            rollout.correction,
+            old,
+            batch.get("rollout_logprobs"),
+            ids,
+            batch.num_sequences,
+            threshold=rollout.correction_threshold,
+            lower=rollout.correction_lower,
+        )
+    clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
+    if cfg.policy_loss == "gspo":
+        return loss.gspo_policy_loss(logprobs, old, advantages, weights, ids, batch.num_sequences, **clips)
+    if cfg.policy_loss == "cispo":
+        return loss.cispo_policy_loss(logprobs, old, advantages, weights, **clips)
+    return loss.ppo_policy_loss(logprobs, old, advantages, weights, dual_clip=cfg.dual_clip, **clips)
+
+
+def _weights(parts: Parts, batch: PackedBatch, counts: loss.GlobalCounts) -> torch.Tensor:
+    """Weight [N] of each token in the loss of the mini-batch; GSPO's is defined by sequence means."""
+    cfg = parts.profile
+    return loss.token_weights(
+        "seq-mean-token-mean" if cfg.algorithm.policy_loss == "gspo" else cfg.algorithm.loss_agg,
+        batch.segment_ids(),
+        batch.num_sequences,
+        counts,
+        scale=cfg.algorithm.loss_norm_scale or cfg.rollout.max_new_tokens,
+    )

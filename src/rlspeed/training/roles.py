@@ -1,0 +1,158 @@
+"""Actor, critic, reference and reward: each holds a model and offers two or three verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlspeed.config.schema import Profile
+from rlspeed.engine.attention import choose_attention
+from rlspeed.engine.packed import PackedBatch
+from rlspeed.engine.parallelize import checkpoint_blocks, full_tensor, shard
+from rlspeed.engine.precision import Precision
+from rlspeed.engine.world import World
+from rlspeed.models.build import PolicyModel, ValueModel, load_causal_lm
+from rlspeed.training.optim import MasterAdamW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """What one optimizer step did: norm before clipping, learning rate used, whether there was anything to learn from."""
+
+    grad_norm: float
+    lr: float
+    empty: bool
+
+
+class Trainable:
+    """A model with its optimizer; the base of actor and critic is this one method, not a class tree."""
+
+    def __init__(self, model: nn.Module, optimizer: MasterAdamW, world: World) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.world = world
+
+    def update(
+        self, batches: Sequence[PackedBatch], loss_of: Callable[[PackedBatch], torch.Tensor], *, global_tokens: int
+    ) -> Updated:
+        """One optimizer step over all bins of a mini-batch.
+
+        loss_of: forward of one bin to a loss that is already weighted by global counts, so that the gradient is the plain sum
+        over bins and ranks. global_tokens: training tokens of the mini-batch over all ranks; with 0 nothing is changed.
+        """
+        lr = self.optimizer.lr
+        self.optimizer.zero_grad()
+        if global_tokens == 0:
+            return Updated(grad_norm=0.0, lr=lr, empty=True)
+        for batch in batches:
+            # FSDP2 averages gradients over ranks; times the number of ranks makes it the sum
+            (loss_of(batch) * (self.world.size * self.optimizer.scale.value)).backward()
+        return Updated(grad_norm=self.optimizer.step(), lr=lr, empty=False)
+
+
+class Actor(Trainable):
+    """The policy: log-probs, updates, and its weights for a generator."""
+
+    def __init__(self, model: PolicyModel, optimizer: MasterAdamW, world: World, temperature: float) -> None:
+        super().__init__(model, optimizer, world)
+        self.temperature = temperature
+
+    def forward(self, batch: PackedBatch, *, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs [N] and entropies [N] of the tokens that train, with a graph."""
+        return self.model(batch, self.temperature, with_entropy)
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Log-probs [N] of the tokens that train under the present weights."""
+        return self.model(batch, self.temperature, False)[0]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Hugging Face name to whole tensor: the live parameters on one rank, gathered ones when they are sharded."""
+        return {n.removeprefix("causal_lm."): full_tensor(p.detach()) for n, p in self.model.named_parameters()}
+
+
+class Critic(Trainable):
+    """The value model."""
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Values [N] with a graph."""
+        return self.model(batch)
+
+    @torch.no_grad()
+    def values(self, batch: PackedBatch) -> torch.Tensor:
+        """Values [N] under the present weights."""
+        return self.model(batch)
+
+
+class Reference:
+    """The frozen policy that the KL term is measured against."""
+
+    def __init__(self, model: PolicyModel, temperature: float) -> None:
+        self.model = model
+        self.temperature = temperature
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Log-probs [N] of the tokens that train under the reference."""
+        return self.model(batch, self.temperature, False)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """All models of a run; critic and reference only where the algorithm needs them."""
+
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    causal_lm: Any
+    attention_reason: str
+
+
+def build_roles(profile: Profile, precision: Precision, world: World, total_updates: int) -> Roles:
+    """Load, place and shard the models that the algorithm needs."""
+    model = profile.model
+    padded = not model.use_remove_padding
+
+    scaled = precision.needs_loss_scaling
+
+    def load(path: str) -> Any:
+        return load_causal_lm(
+            path,
+            dtype=precision.compute,
+            attention="sdpa" if padded else "packed",
+            trust_remote_code=model.trust_remote_code,
+        )
+
+    actor_lm = load(model.path)
+    head_dim = getattr(actor_lm.config, "head_dim", None) or (
+        actor_lm.config.hidden_size // actor_lm.config.num_attention_heads
+    )
+    if padded:
+        backend, reason = "sdpa", "padded training (use_remove_padding: false)"
+    else:
+        backend, reason = choose_attention(model.attention, world.device, precision.compute, head_dim)
+
+    def place(module: Any, *, train: bool) -> Any:
+        module = module.to(world.device)
+        blocks = module.causal_lm.model.layers if isinstance(module, PolicyModel) else module.backbone.layers
+        if train and model.activation_checkpointing:
+            checkpoint_blocks(blocks)
+        if world.mesh is not None:
+            shard(module, blocks, world.mesh, compute=precision.compute, reduce=precision.reduce)
+        module.train(train)
+        return module.requires_grad_(train)
+
+    policy = place(PolicyModel(actor_lm, backend=backend, padded=padded), train=True)
+    actor = Actor(policy, MasterAdamW(policy, profile.optim.actor, total_steps=total_updates, loss_scaling=scaled), world, profile.rollout.temperature)
+    critic = reference = None
+    if profile.algorithm.kind == "ppo":
+        value = place(ValueModel(load(model.critic.path or model.path), backend=backend, padded=padded), train=True)
+        critic = Critic(value, MasterAdamW(value, profile.optim.critic, total_steps=total_updates, loss_scaling=scaled), world)
+    if profile.algorithm.kl.where != "none":
+        frozen = PolicyModel(load(model.reference.path or model.path), backend=backend, padded=padded)
+        reference = Reference(place(frozen, train=False), profile.rollout.temperature)
+    return Roles(actor=actor, critic=critic, reference=reference, causal_lm=actor_lm, attention_reason=reason)

@@ -1,0 +1,145 @@
+"""Everything that a run needs before its first step: models, prompts, generator, rewards, checks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from rlspeed.config.schema import Profile
+from rlspeed.data.prompts import PromptStream, PromptTable, load_prompts
+from rlspeed.data.render import load_tokenizer
+from rlspeed.engine.precision import Precision, resolve
+from rlspeed.engine.world import World
+from rlspeed.errors import ConfigError
+from rlspeed.models.build import end_token_ids, load_model_config, resolve_model_path, vocabulary_faults
+from rlspeed.rewards.pool import RewardPool
+from rlspeed.rollout.builtin import BuiltinGenerator
+from rlspeed.rollout.generator import Generator
+from rlspeed.rollout.types import SamplingParams
+from rlspeed.training.checks import check_generator, check_layout, sample_sequences
+from rlspeed.training.clock import Clock
+from rlspeed.training.collect import Collector
+from rlspeed.training.ppo_step import Parts
+from rlspeed.training.roles import Roles, build_roles
+from rlspeed.training.stop import StopFlag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The parts of a run, its data and what to say about them."""
+
+    parts: Parts
+    train_table: PromptTable
+    val_table: PromptTable | None
+    stream: PromptStream
+    total_steps: int
+    tokenizer: Any
+    precision: Precision
+    notes: tuple[str, ...]
+
+
+def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup:
+    """Load and place everything; data first, since a bad row costs seconds and a model minutes."""
+    model_dir = resolve_model_path(profile.model.path)
+    precision = resolve(profile.model.model_dtype, world.device)
+    config = load_model_config(profile.model.path, trust_remote_code=profile.model.trust_remote_code)
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=profile.model.trust_remote_code)
+    faults = vocabulary_faults(config, tokenizer)
+    if faults:
+        raise ConfigError(faults)
+    train_table = load_prompts(profile.data, profile.rollout, tokenizer, "train")
+    val_table = load_prompts(profile.data, profile.rollout, tokenizer, "val") if profile.data.val_files else None
+    stream = PromptStream(
+        num_rows=len(train_table), batch_size=profile.data.batch_size, shuffle=profile.data.shuffle, seed=profile.run.seed
+    )
+    batch = min(profile.data.batch_size, len(train_table))
+    total_steps = profile.run.steps or max(1, math.ceil(profile.run.epochs * len(train_table) / batch))
+    per_step = profile.algorithm.epochs * math.ceil(batch / (profile.algorithm.mini_batch_size or batch))
+    roles = build_roles(profile, precision, world, total_steps * per_step)
+    sampling = SamplingParams(
+        max_new_tokens=profile.rollout.max_new_tokens,
+        temperature=profile.rollout.temperature,
+        top_k=profile.rollout.top_k,
+        top_p=profile.rollout.top_p,
+        min_p=profile.rollout.min_p,
+        stop_token_ids=end_token_ids(roles.causal_lm, tokenizer, profile.rollout.stop_token_ids),
+        stop=tuple(profile.rollout.stop),
+    )
+    collector = Collector(
+        profile=profile,
+        world=world,
+        tokenizer=tokenizer,
+        generator=_generator(profile, roles, tokenizer, world, stop),
+        pool=RewardPool(profile.reward),
+        scorer=_scorer(profile, world, precision),
+        sampling=sampling,
+        stop=stop,
+    )
+    parts = Parts(
+        profile=profile,
+        world=world,
+        roles=roles,
+        collector=collector,
+        train_table=train_table,
+        clock=clock,
+        stop=stop,
+        capacity=profile.packing.capacity or max(4096, profile.data.max_length),
+    )
+    notes = (
+        f"{world.size} process(es) on {world.device.type}; {precision.reason}",
+        f"attention: {roles.attention_reason}",
+        *train_table.notes,
+        *(val_table.notes if val_table else ()),
+    )
+    return Setup(
+        parts=parts,
+        train_table=train_table,
+        val_table=val_table,
+        stream=stream,
+        total_steps=total_steps,
+        tokenizer=tokenizer,
+        precision=precision,
+        notes=notes,
+    )
+
+
+def _generator(profile: Profile, roles: Roles, tokenizer: Any, world: World, stop: StopFlag) -> Generator:
+    """The built-in generator over the actor's own weights; gathered copies where the actor is sharded."""
+    return BuiltinGenerator(
+        roles.causal_lm,
+        tokenizer=tokenizer,
+        max_concurrent=profile.rollout.max_concurrent,
+        max_length=profile.data.max_length,
+        weights=roles.actor.weights,
+        should_stop=stop,
+    )
+
+
+def _scorer(profile: Profile, world: World, precision: Precision) -> Any:
+    """The reward model, when there is one."""
+    if profile.reward.model.path is None:
+        return None
+    from rlspeed.rewards.model import RewardModelScorer
+
+    return RewardModelScorer(profile.reward.model, world.device, precision.compute)
+
+
+def startup_checks(setup: Setup) -> list[str]:
+    """Run the laws of training/checks.py on real prompts; returns a sentence for each."""
+    parts = setup.parts
+    prompts = [setup.train_table[i].token_ids for i in range(min(4, len(setup.train_table)))]
+    gap = check_layout(
+        parts.roles.actor, sample_sequences(prompts), setup.precision, parts.world, parts.profile.model.path
+    )
+    form = "packed" if parts.profile.model.use_remove_padding else "padded"
+    notes = [f"checked: {form} = one by one (mean difference {gap:.1e})"]
+    gap = check_generator(
+        parts.roles.actor,
+        parts.collector.generator,
+        prompts,
+        parts.world,
+        parts.profile.rollout.parity_tolerance,
+        parts.collector.sampling,
+    )
+    return [*notes, f"checked: generator = trainer log-probs (mean difference {gap:.1e})"]
