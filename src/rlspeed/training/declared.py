@@ -165,14 +165,14 @@ CLOCK = (
         clock=True,
     ),
     _of(
-        "max", "perf/max_memory_allocated_gb", "GiB", "Peak of the device memory in tensors, largest rank.", clock=True
+        "max", "perf/max_memory_allocated_gb", "GiB", "Device memory in tensors, peak of the run, largest rank.", clock=True
     ),
-    _of("max", "perf/max_memory_reserved_gb", "GiB", "Peak of the device memory held, largest rank.", clock=True),
+    _of("max", "perf/max_memory_reserved_gb", "GiB", "Device memory held, peak of the run, largest rank.", clock=True),
     _of(
         "max",
         "perf/max_rss_gb",
         "GiB",
-        "Peak of the process's resident memory since its start, largest rank.",
+        "Resident memory of the process, peak of the run, largest rank.",
         clock=True,
     ),
     _of(

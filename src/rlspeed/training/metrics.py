@@ -21,8 +21,8 @@ Gather = Callable[[Any], list[Any]]
 
 GIB = float(1 << 30)
 
-# phases whose cost goes with the generated tokens; all others go with prompt and response
-RESPONSE_PHASES = ("gen",)
+# phases whose cost goes with prompt and response tokens; that of "gen" goes with the generated ones
+TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
 class StepMetrics:
@@ -187,11 +187,9 @@ def performance(values: Mapping[str, float], *, ranks: int) -> dict[str, float]:
         out["perf/throughput_response"] = response / (seconds * ranks)
         out["perf/processed_tokens_per_s"] = total / seconds
         out["perf/trained_tokens_per_s"] = values.get("tokens/trained", 0.0) / seconds
-    for name, value in values.items():
-        phase = name.removeprefix("timing_s/")
-        tokens = response if phase in RESPONSE_PHASES else total
-        if name.startswith("timing_s/") and phase != "step" and tokens > 0:
-            out[f"timing_per_token_ms/{phase}"] = value * 1000.0 / tokens
+    for phase, tokens in (("gen", response), *((p, total) for p in TOKEN_PHASES)):
+        if f"timing_s/{phase}" in values and tokens > 0:
+            out[f"timing_per_token_ms/{phase}"] = values[f"timing_s/{phase}"] * 1000.0 / tokens
     return out
 
 

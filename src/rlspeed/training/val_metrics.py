@@ -177,7 +177,7 @@ def _win_probabilities(counts: tuple[int, ...], n: int) -> dict[int, float]:
                     rest = _times(rest, _power(factors[other], times - (other == c), n), n)
                 if n - k < len(rest):
                     wins[c] += float(weight * pmf[c][k] * rest[n - k])
-    whole = float(_poisson(n, n)[n])
+    whole = sum(wins[c] for c in counts)
     return {c: w / whole for c, w in wins.items()}
 
 
