@@ -128,9 +128,7 @@ def varlen_attention(
         raise LayoutError(f"packed attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} KV heads")
     if window is not None and window < 1:
         raise LayoutError(f"packed attention: window {window}; a token sees at least itself")
-    if not torch.compiler.is_compiling():
-        # host-side sums over the lengths: in a compiled block they would tie the graph to these very lengths
-        check_segments(q.shape[0], cu_seqlens, lengths, max_seqlen)
+    check_segments(q.shape[0], cu_seqlens, lengths, max_seqlen)
     if q.shape[0] == 0:
         return q.clone()
     if scale is None:

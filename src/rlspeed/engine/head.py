@@ -4,7 +4,8 @@ z = (hidden @ weight.T + bias) / temperature, logprob = z[target] - logsumexp(z)
 
 The work is cut over the vocabulary and over tokens: per cut the maximum m, the sum s of exp(z - m) and
 the sum u of exp(z - m) * (z - m) are merged into running ones. Backward computes each cut's logits again. Sums are fp32
-whatever the inputs are.
+whatever the inputs are. Half precision on CUDA goes to `head_triton.py`; this file has the torch path for any device,
+and the one autograd function.
 
 Source: online softmax, Milakov and Gimelshein 2018 (arXiv 1805.02867).
 """
@@ -13,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from rlspeed.errors import LayoutError
 
@@ -24,6 +26,40 @@ from rlspeed.errors import LayoutError
 CHUNK_ELEMENTS = 1 << 24
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
+Design = Literal["fused", "fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Shape of the fused product: tile [tokens, words], inner step, warps, pipeline stages, row band of the tile order.
+
+    persistent: one program per multiprocessor walks over tiles, instead of one program per tile. specialize: loads by a
+    warp of their own; `warps` then counts those of one of the groups that compute.
+    """
+
+    tokens: int = 128
+    words: int = 256
+    inner: int = 64
+    warps: int = 8
+    stages: int = 3
+    band: int = 16
+    persistent: bool = False
+    specialize: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadPlan:
+    """How the head works in half precision on CUDA; the designs are described in `head_triton.py`.
+
+    forward_words, backward_words: words per cut; tokens: most tokens in one buffer.
+    """
+
+    forward: Design = "fp32"
+    backward: Design = "fp32"
+    forward_words: int = 8448
+    backward_words: int = 16896
+    tokens: int = 8192
+    tile: Tile = Tile()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +98,13 @@ def linear_logprob(
     bias: torch.Tensor | None = None,
     with_entropy: bool = False,
     shard: VocabularyShard | None = None,
+    plan: HeadPlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs of `targets` and entropies of their distributions.
 
     hidden [N, H] and weight [V, H] of one dtype (bf16, fp16, fp32, fp64 on CPU); targets [N] int64 in 0..V-1; bias [V].
     shard: weight (and bias) are a part of the vocabulary; targets are then ids of the whole one.
+    plan: how to work on CUDA; None: HeadPlan().
 
     Returns logprobs [N] fp32 and entropy [N] fp32 (None unless with_entropy). Both carry gradients to hidden, weight
     and bias, for any upstream gradient per token. N = 0 gives empty outputs that still have a graph. The same call with
@@ -79,7 +117,7 @@ def linear_logprob(
     _check(hidden, weight, targets, temperature, bias, shard)
     with torch.autocast(hidden.device.type, enabled=False):
         outputs: tuple[torch.Tensor, torch.Tensor | None] = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, float(temperature), with_entropy, shard
+            hidden, weight, bias, targets, float(temperature), with_entropy, shard, plan or HeadPlan()
         )
     return outputs
 
@@ -96,6 +134,10 @@ def _check(
         raise LayoutError(
             f"head: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}; "
             "they must be [N, H], [V, H], [N]"
+        )
+    if isinstance(weight, DTensor):
+        raise LayoutError(
+            "head: weight is a sharded DTensor; call the head inside the forward of the module that owns it"
         )
     if hidden.dtype != weight.dtype:
         raise LayoutError(
@@ -128,10 +170,17 @@ class _LinearLogprob(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         shard: VocabularyShard | None,
+        plan: HeadPlan,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if shard is not None:
             targets = targets - shard.start
-        stats = torch_stats(hidden, weight, targets, temperature, bias, with_entropy)
+        if _runs_in_triton(hidden):
+            from rlspeed.engine import head_triton
+
+            m, s, u, z_target = head_triton.stats(hidden, weight, targets, temperature, bias, with_entropy, plan)
+            stats = Stats(m=m, s=s, u=u, z_target=z_target)
+        else:
+            stats = torch_stats(hidden, weight, targets, temperature, bias, with_entropy)
         if shard is not None:
             stats = merge_shards(stats, shard)
         log_s = stats.s.log()
@@ -140,6 +189,7 @@ class _LinearLogprob(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, stats.m + log_s, entropy)
         ctx.temperature = temperature
         ctx.shard = shard
+        ctx.plan = plan
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -150,19 +200,28 @@ class _LinearLogprob(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         if grad_logprobs is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
         wants = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2])
-        grads = torch_gradients(
-            hidden, weight, targets, ctx.temperature, bias, lse, entropy, grad_logprobs, grad_entropy, wants
-        )
+        work = (hidden, weight, targets, ctx.temperature, bias, lse, entropy, grad_logprobs, grad_entropy, wants)
+        if _runs_in_triton(hidden):
+            from rlspeed.engine import head_triton
+
+            grads = head_triton.gradients(*work, ctx.plan)
+        else:
+            grads = torch_gradients(*work)
         d_hidden, d_weight, d_bias = grads
         if ctx.shard is not None and d_hidden is not None:
             d_hidden = ctx.shard.reduce_sum(d_hidden)
         if d_hidden is not None:
             d_hidden = d_hidden.to(hidden.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
+
+
+def _runs_in_triton(hidden: torch.Tensor) -> bool:
+    """Half precision on CUDA; fp32 there is for debugging, and no tokens need no kernel."""
+    return hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and hidden.shape[0] > 0
 
 
 def merge_shards(stats: Stats, shard: VocabularyShard) -> Stats:

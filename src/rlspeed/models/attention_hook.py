@@ -1,7 +1,7 @@
 """rlspeed's packed attention as an attention implementation of transformers.
 
 A model loaded with `attn_implementation=PACKED_ATTENTION` calls `packed_attention` in every layer. The boundaries reach
-it as keyword arguments of the model's forward (`packed_attention_kwargs`), which Llama, Qwen2 and Qwen3 hand down
+it as a keyword argument of the model's forward (`packed_attention_kwargs`), which Llama, Qwen2 and Qwen3 hand down
 unchanged; when they are missing the layer raises. No mask is built: transformers makes none for an implementation
 without a mask function, and registering one would make it look for packing in `position_ids`, which costs a host
 synchronisation per forward.
@@ -27,6 +27,22 @@ def register_attention() -> None:
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
+class Boundaries:
+    """What one pack tells every layer: boundaries on device and host, the longest sequence, and the kernel.
+
+    A plain class on purpose: torch.compile looks into tuples and dataclasses and compiles a block again for every
+    number of sequences; an object that compiled code only hands on costs nothing.
+    """
+
+    __slots__ = ("backend", "cu_seqlens", "lengths", "max_seqlen")
+
+    def __init__(self, cu_seqlens: torch.Tensor, lengths: tuple[int, ...], max_seqlen: int, backend: str) -> None:
+        self.cu_seqlens = cu_seqlens
+        self.lengths = lengths
+        self.max_seqlen = max_seqlen
+        self.backend = backend
+
+
 def packed_attention_kwargs(
     cu_seqlens: torch.Tensor, lengths: tuple[int, ...], max_seqlen: int, backend: str
 ) -> dict[str, Any]:
@@ -39,14 +55,10 @@ def packed_attention_kwargs(
         LayoutError: they contradict each other.
     """
     check_segments(sum(lengths), cu_seqlens, lengths, max_seqlen)
-    return {
-        "cu_seqlens": cu_seqlens,
-        "seq_lengths": lengths,
-        "max_seqlen": max_seqlen,
-        "attention_backend": backend,
-    }
+    return {"boundaries": Boundaries(cu_seqlens, lengths, max_seqlen, backend)}
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -57,21 +69,20 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    seq_lengths: tuple[int, ...] | None = None,
-    max_seqlen: int | None = None,
-    attention_backend: str | None = None,
+    boundaries: Boundaries | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, Hq, T, D], key and value [1, Hkv, T, D] to ([1, T, Hq, D], no weights).
 
+    Compiled blocks call it as it is: the kernels are no torch operations, and their arguments differ from pack to pack.
+
     Raises:
         LayoutError: boundaries missing, more than one row, a mask, keys of earlier calls (a cache), or dropout.
     """
-    if cu_seqlens is None or seq_lengths is None or max_seqlen is None or attention_backend is None:
+    if boundaries is None:
         raise LayoutError(
-            "packed attention: the model's forward was called without cu_seqlens, seq_lengths, max_seqlen and "
-            "attention_backend; pass packed_attention_kwargs(...), boundaries are never inferred"
+            "packed attention: the model's forward was called without packed_attention_kwargs(...); "
+            "boundaries are never inferred"
         )
     if query.shape[0] != 1:
         raise LayoutError(f"packed attention: {query.shape[0]} rows; packed sequences lie in one row")
@@ -87,12 +98,12 @@ def packed_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        cu_seqlens,
-        seq_lengths,
-        max_seqlen=max_seqlen,
+        boundaries.cu_seqlens,
+        boundaries.lengths,
+        max_seqlen=boundaries.max_seqlen,
         causal=getattr(module, "is_causal", True),
         window=sliding_window,
         scale=scaling,
-        backend=attention_backend,
+        backend=boundaries.backend,
     )
     return out[None], None

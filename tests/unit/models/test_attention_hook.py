@@ -150,3 +150,28 @@ def test_no_mask_is_built(family, monkeypatch):
         model(input_ids=ids, position_ids=positions, use_cache=False, **kwargs)
     assert seen == [None, None]
     assert calls == []
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_compiled_blocks_do_not_recompile_for_another_pack(family):
+    """Other lengths and another number of sequences in a pack of the same size: no new graph after the first pack.
+
+    Boundaries given as a tuple or a tensor of their own would be guarded and cost a compilation for each new count.
+    """
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    model = tiny(family, PACKED_ATTENTION)
+    plain = tiny(family, PACKED_ATTENTION)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    graphs = []
+    for lengths in ([7, 3, 10], [20], [1, 1, 5, 6, 7], [10, 10], [2] * 10):
+        ids, positions, kwargs = pack([list(range(1, n + 1)) for n in lengths])
+        out = model(input_ids=ids, position_ids=positions, use_cache=False, **kwargs).logits
+        out.sum().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+        want = plain(input_ids=ids, position_ids=positions, use_cache=False, **kwargs).logits
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    assert graphs[0] > 0
+    assert graphs == graphs[:1] * 5
