@@ -6,6 +6,7 @@ exp(trainer - generator) corrects for it; it is a constant factor of the token's
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -43,12 +44,11 @@ def mismatch(logprobs: Tensor, rollout_logprobs: Tensor) -> Mismatch:
     """Compare the trainer's log-probs [N] with the generator's [N] of the same sampled tokens."""
     delta = (logprobs - rollout_logprobs).float()
     size = delta.abs()
-    limit = torch.log(torch.tensor(MISMATCH_BAND))
     return Mismatch(
         abs_sum=size.sum(),
         abs_max=size.max() if size.numel() else size.sum(),
         k3_sum=estimate(rollout_logprobs.float(), logprobs.float(), "k3").sum(),
-        outside=(size > float(limit)).sum().float(),
+        outside=(size > math.log(MISMATCH_BAND)).sum().float(),
         tokens=size.numel(),
     )
 
