@@ -1,0 +1,136 @@
+"""The actor's two layouts, for training and for generation, and the transition between them.
+
+Training cuts every weight by FSDP2 (axis "dp_shard") over tensor parallel (axis "tp"); generation cuts by tensor
+parallel alone. Where the generation's groups take ranks at regular intervals, each rank's training shard lies inside
+its generation shard (HybridFlow, section 5.3), so a rank receives only what it never had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlspeed.errors import Fault, LayoutError
+from rlspeed.planning.layout import Layout, Mesh
+from rlspeed.planning.reshard import TensorRequest
+from rlspeed.planning.shape import ModelShape, WeightShape
+
+DP, TP = "dp_shard", "tp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationMesh:
+    """Ranks of the generator. axes: what cuts a weight, outermost first; all other axes of the mesh are replicas."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+
+    @property
+    def tp(self) -> int:
+        """Tensor parallel degree."""
+        size = 1
+        for axis in self.axes:
+            size *= self.mesh.size(axis)
+        return size
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The tensor parallel groups, each in the order of its shards."""
+        return self.mesh.groups(*self.axes)
+
+
+def interval_generation(train: Mesh, tp: int) -> GenerationMesh:
+    """The generation mesh on the training ranks in which every rank keeps what it has.
+
+    tp at most the training's: its "tp" axis is split, groups take every (training tp / tp)-th rank. More: "dp_shard"
+    gives the missing factor, inside "tp".
+
+    Raises:
+        LayoutError: `tp` neither divides the training's tp nor is a multiple of it that the dp_shard axis can give.
+    """
+    have, shards = train.size(TP), train.size(DP)
+    if have % tp == 0:
+        return GenerationMesh(mesh=train.split(TP, tp, "micro_dp"), axes=(TP,))
+    if tp % have == 0 and shards % (tp // have) == 0:
+        return GenerationMesh(mesh=train.split(DP, tp // have, "micro_dp"), axes=(TP, DP))
+    raise LayoutError(
+        Fault(
+            where="generation tensor parallel",
+            found=f"{tp} over training dp_shard {shards} x tp {have}",
+            allowed=f"a divisor of {have}, or {have} times a divisor of {shards}",
+        )
+    )
+
+
+def own_generation(ranks: tuple[int, ...], tp: int) -> GenerationMesh:
+    """A generation mesh on ranks of its own, groups of `tp` neighbours.
+
+    Raises:
+        LayoutError: `tp` does not divide the number of ranks.
+    """
+    if tp < 1 or len(ranks) % tp:
+        raise LayoutError(Fault(where="generation tensor parallel", found=f"{tp} over {len(ranks)} ranks"))
+    return GenerationMesh(mesh=Mesh.of(ranks, replica=len(ranks) // tp, tp=tp), axes=(TP,))
+
+
+def training_layout(weight: WeightShape, mesh: Mesh, *, aligned: bool) -> Layout:
+    """How FSDP2 over tensor parallel lays a weight out.
+
+    aligned: FSDP2 cuts along the dimension that tensor parallel cuts (`shard_placement_fn` with Shard(1) for the
+    row-wise matrices) and leaves weights whole that tensor parallel does not cut (norms: a few kilobytes). Otherwise
+    FSDP2 always cuts dimension 0. On a shared dimension tensor parallel is the outer cut.
+    """
+    mesh, axes = _whole_heads(weight, mesh, (TP,))
+    cuts: list[tuple[str, ...]] = [()] * len(weight.shape)
+    if weight.tp_dim is not None:
+        cuts[weight.tp_dim] = axes
+    fsdp_dim = weight.tp_dim if aligned else 0
+    if fsdp_dim is not None and cuts:
+        cuts[fsdp_dim] = (*cuts[fsdp_dim], DP)
+    return Layout(mesh=mesh, cuts=tuple(cuts))
+
+
+def generation_layout(weight: WeightShape, generation: GenerationMesh) -> Layout:
+    """How the generator lays a weight out; key and value heads are replicated where there are fewer than ranks."""
+    mesh, axes = _whole_heads(weight, generation.mesh, generation.axes)
+    cuts = tuple(axes if dim == weight.tp_dim else () for dim in range(len(weight.shape)))
+    return Layout(mesh=mesh, cuts=cuts)
+
+
+def transition_requests(
+    shape: ModelShape, train: Mesh, generation: GenerationMesh, *, aligned: bool, wire_dtype: str = "bf16"
+) -> tuple[TensorRequest, ...]:
+    """One request per weight of the actor, for `plan_reshard`."""
+    return tuple(
+        TensorRequest(
+            name=w.name,
+            shape=w.shape,
+            wire_dtype=wire_dtype,
+            src=training_layout(w, train, aligned=aligned),
+            dst=generation_layout(w, generation),
+        )
+        for w in shape.weights()
+    )
+
+
+def _whole_heads(weight: WeightShape, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Mesh, tuple[str, ...]]:
+    """Mesh and axes that cut the weight without halving a head: with fewer heads than ranks, neighbours hold the same
+    one.
+
+    Raises:
+        LayoutError: the number of heads neither divides nor is a multiple of the degree.
+    """
+    if weight.heads is None or weight.tp_dim is None:
+        return mesh, axes
+    left, out = weight.heads, []
+    for axis in axes:
+        size = mesh.size(axis)
+        if left % size == 0:
+            out.append(axis)
+            left //= size
+        elif size % left == 0:
+            mesh = mesh.split(axis, left, f"{axis}_same_head")
+            out.append(axis)
+            left = 1
+        else:
+            found = f"{weight.heads} heads over {axis} = {size}"
+            raise LayoutError(Fault(where=weight.name, found=found, allowed="a divisor or a multiple of the heads"))
+    return mesh, tuple(out)
