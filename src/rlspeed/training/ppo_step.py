@@ -24,6 +24,7 @@ from rlspeed.training.step_metrics import (
     informative_groups,
     record_answers,
     record_mismatch,
+    record_parts,
     record_sizes,
     record_streams,
 )
@@ -74,6 +75,7 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
         table = gather_table(world, parts.collector.score(parts.train_table, collected))
     table = leave_out(table, filter_groups=cfg.algorithm.filter_groups)
     record_answers(metrics, table, world)
+    record_parts(metrics, collected.scores.values())
     plans = plan_minibatches(
         table,
         ranks=world.size,
@@ -232,7 +234,7 @@ def _update_actor(
             batch.put("old_logprobs", logprobs)
         if first:
             record_mismatch(metrics, batch)
-        out = _policy_loss(parts, batch, logprobs, _weights(parts, batch, counts))
+        out = _policy_loss(parts, batch, logprobs, _weights(parts, batch, counts), metrics)
         assert entropy is not None
         out = out.plus(loss.entropy_bonus(entropy, _weights(parts, batch, counts), coef=cfg.entropy_coef))
         if cfg.kl.where == "loss":
@@ -250,12 +252,14 @@ def _update_actor(
     return actor.update(batches, loss_of, global_tokens=counts.tokens)
 
 
-def _policy_loss(parts: Parts, batch: PackedBatch, logprobs: torch.Tensor, weights: torch.Tensor) -> loss.LossOut:
+def _policy_loss(
+    parts: Parts, batch: PackedBatch, logprobs: torch.Tensor, weights: torch.Tensor, metrics: StepMetrics
+) -> loss.LossOut:
     """The policy term that the configuration names, with the correction for the generator's probabilities in the weights."""
     cfg, rollout = parts.profile.algorithm, parts.profile.rollout
     old, advantages, ids = batch.get("old_logprobs"), batch.get("advantages"), batch.segment_ids()
     if rollout.correction != "none":
-        weights = weights * correction.importance_weights(
+        factors = correction.importance_weights(
             rollout.correction,
             old,
             batch.get("rollout_logprobs"),
@@ -264,6 +268,8 @@ def _policy_loss(parts: Parts, batch: PackedBatch, logprobs: torch.Tensor, weigh
             threshold=rollout.correction_threshold,
             lower=rollout.correction_lower,
         )
+        metrics.add("rollout_corr/weight_mean", factors.sum(), factors.numel())
+        weights = weights * factors
     clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     if cfg.policy_loss == "gspo":
         return loss.gspo_policy_loss(logprobs, old, advantages, weights, ids, batch.num_sequences, **clips)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from rlspeed.algorithms import advantage, correction
 from rlspeed.engine.packed import PackedBatch
 from rlspeed.engine.world import World
+from rlspeed.rewards.types import Score
 from rlspeed.training.batches import Answer, MiniBatch
 from rlspeed.training.metrics import StepMetrics, seqlen_balance
 
@@ -28,6 +29,13 @@ def record_answers(metrics: StepMetrics, table: Sequence[Answer], world: World) 
     metrics.add("tokens/response", float(sum(a.response_tokens for a in mine)))
     metrics.add("tokens/trained", float(sum(a.response_tokens for a in mine if a.trains)))
     record_groups(metrics, table)
+
+
+def record_parts(metrics: StepMetrics, scores: Iterable[Score]) -> None:
+    """Each reward function's own numbers, before its weight, of the answers that this rank holds."""
+    for score in scores:
+        for function, value in score.parts.items():
+            metrics.add(f"reward/{function}/mean", value, 1)
 
 
 def record_groups(metrics: StepMetrics, table: Sequence[Answer]) -> None:
