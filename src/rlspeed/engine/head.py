@@ -51,7 +51,8 @@ class Tile:
 class HeadPlan:
     """How the head works in half precision on CUDA; the designs are described in `head_triton.py`.
 
-    forward_words, backward_words: words per cut; tokens: most tokens in one buffer.
+    forward_words, backward_words: words per cut; tokens: most tokens in one buffer; row_block: logits of one token that
+    the passes over a finished cut read at once.
     """
 
     forward: Design = "fp32"
@@ -59,6 +60,7 @@ class HeadPlan:
     forward_words: int = 8448
     backward_words: int = 16896
     tokens: int = 8192
+    row_block: int = 2048
     tile: Tile = Tile()
 
 

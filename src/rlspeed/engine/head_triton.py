@@ -65,7 +65,7 @@ def stats(
                 HAS_BIAS=bias is not None,
                 WITH_ENTROPY=with_entropy,
                 FIRST=cut.start == 0,
-                **_row_block(logits.shape[1]),
+                **_row_block(logits.shape[1], plan),
             )
     return m, s, u, z_target
 
@@ -246,7 +246,7 @@ def _logit_gradients(
         dz.stride(0),
         1.0 / temperature,
         **options,
-        **_row_block(w.shape[0]),
+        **_row_block(w.shape[0], plan),
     )
 
 
@@ -283,9 +283,9 @@ def _slices(total: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
-def _row_block(width: int) -> dict[str, int]:
+def _row_block(width: int, plan: HeadPlan) -> dict[str, int]:
     """Block of the one-token kernels: 16 values to a thread."""
-    block = min(triton.next_power_of_2(width), 8192)
+    block = min(triton.next_power_of_2(width), plan.row_block)
     return {"BLOCK": block, "num_warps": max(1, min(16, block // 512))}
 
 
