@@ -165,7 +165,11 @@ CLOCK = (
         clock=True,
     ),
     _of(
-        "max", "perf/max_memory_allocated_gb", "GiB", "Device memory in tensors, peak of the run, largest rank.", clock=True
+        "max",
+        "perf/max_memory_allocated_gb",
+        "GiB",
+        "Device memory in tensors, peak of the run, largest rank.",
+        clock=True,
     ),
     _of("max", "perf/max_memory_reserved_gb", "GiB", "Device memory held, peak of the run, largest rank.", clock=True),
     _of(
