@@ -17,7 +17,9 @@ class FSDPConfig(DeviceSection):
     """FSDP2 settings under FSDP's old names."""
 
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
-    """Parameters, gradients and optimizer state sharded; parameters kept after forward; sharded in a node; not sharded."""
+    """Parameters, gradients and optimizer state sharded; parameters kept after forward; sharded in a node; not
+    sharded.
+    """
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory."""
 
@@ -66,5 +68,3 @@ class DeviceMapping(DeviceSection):
     critic: RolePlacement | None = None
     reference: RolePlacement | None = None
     reward_model: RolePlacement | None = None
-
-

@@ -19,6 +19,9 @@ PositiveFloat = Annotated[float, Field(gt=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+LossAgg = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
 class Section(BaseModel):
     """Base of all sections: unknown keys are refused, values are frozen after validation."""
 
@@ -29,7 +32,7 @@ class ActorModel(Section):
     """The policy that is trained."""
 
     use_3d_hybrid_engine: bool = True
-    """One set of actor weights, resharded between generation and training; false: a second full copy, the classic way."""
+    """One set of actor weights, resharded between generation and training; false: a second full copy."""
     use_lightweight_sharding_for_generation: bool = True
     """Generation holds inference weights only; gradients and optimizer state are freed or offloaded meanwhile."""
     enable_auto_repartition_for_training: bool = True
@@ -92,7 +95,7 @@ class Data(Section):
     max_prompt_length: PositiveInt | None = None
     """Longest prompt in tokens; null: max_length minus rollout.max_new_tokens."""
     overlong: Literal["error", "drop", "truncate_left"] = "error"
-    """What happens to a prompt that is too long: error names the rows; drop counts them; truncate_left keeps its end."""
+    """A prompt that is too long: error names the rows; drop counts them; truncate_left keeps its end."""
     batch_size: PositiveInt = 32
     """Prompts in one training step, over all ranks."""
     shuffle: bool = True
@@ -125,7 +128,7 @@ class Rollout(Section):
     max_concurrent: PositiveInt = 256
     """Most sequences in flight in the built-in generator, per rank."""
     correction: Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"] = "none"
-    """Correct the gap between generator and trainer log-probs: truncated importance weights, or masking outside the band."""
+    """Correct the gap between generator and trainer log-probs: truncated importance weights, or masks."""
     correction_threshold: PositiveFloat = 2.0
     """Upper end of the weights of `correction`."""
     correction_lower: NonNegativeFloat = 0.5
@@ -183,9 +186,7 @@ class Algorithm(Section):
     """New values stay within this distance of the old ones in the value loss; null: off."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    loss_agg: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    loss_agg: LossAgg = "token-mean"
     """How token losses become one number; dr_grpo is usually run with seq-mean-token-sum-norm."""
     loss_norm_scale: PositiveInt | None = None
     """Scale of seq-mean-token-sum-norm; null: rollout.max_new_tokens."""
@@ -205,8 +206,7 @@ class RewardFunction(Section):
     """One reward function."""
 
     path: str
-    """`module:function`, `file.py:function`, or a built-in rule: `builtin:exact_number`, `builtin:regex`, `builtin:math`,
-    `builtin:gsm8k`."""
+    """`module:function`, `file.py:function`, or `builtin:NAME`: exact_number, regex, math, gsm8k."""
     weight: float = 1.0
     """Weight in the sum of rewards."""
     name: str | None = None
@@ -239,7 +239,7 @@ class Reward(Section):
     workers: NonNegativeInt = 0
     """Worker processes for the functions, per rank; 0: in the training process (in a thread)."""
     on_failure: Literal["stop", "mask"] = "stop"
-    """A function that raises, times out or returns NaN: stop the run with the sample named, or mask the sample and count it."""
+    """What to do when a function raises, times out or returns NaN: stop with the sample named, or mask and count it."""
     max_failed_share: Fraction = 0.25
     """With on_failure: mask, stop when more than this share of a step's samples failed."""
 

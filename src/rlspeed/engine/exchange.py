@@ -35,10 +35,16 @@ def exchange_rows(
     mine = {n: (list(ids), list(floats)) for n, (ids, floats) in rows.items() if targets[n] == world.rank}
     if world.size == 1:
         return mine
-    outgoing = [[n for n, t in enumerate(targets) if t == r and holders[n] == world.rank != r] for r in range(world.size)]
-    incoming = [[n for n, h in enumerate(holders) if h == r and targets[n] == world.rank != r] for r in range(world.size)]
+    outgoing = [
+        [n for n, t in enumerate(targets) if t == r and holders[n] == world.rank != r] for r in range(world.size)
+    ]
+    incoming = [
+        [n for n, h in enumerate(holders) if h == r and targets[n] == world.rank != r] for r in range(world.size)
+    ]
     ids = _swap([[i for n in part for i in rows[n][0]] for part in outgoing], incoming, lengths, 0, torch.int64, world)
-    floats = _swap([[f for n in part for f in rows[n][1]] for part in outgoing], incoming, lengths, 1, torch.float32, world)
+    floats = _swap(
+        [[f for n in part for f in rows[n][1]] for part in outgoing], incoming, lengths, 1, torch.float32, world
+    )
     i = f = 0
     for part in incoming:
         for number in part:

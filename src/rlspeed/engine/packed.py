@@ -19,7 +19,8 @@ class PackedBatch:
     sequence_ids: number of each sequence in the step, `-1` for a masked tail that only fills the row up.
     loss_mask [T] bool: tokens that train; False at each first token and in the tail.
     max_seqlen: longest sequence, from cu_seqlens.
-    streams: named [T] float32 tensors beside the tokens (old_logprobs, advantages, ...), finite where loss_mask is True.
+    streams: named [T] float32 tensors beside the tokens (old_logprobs, advantages, ...), finite where loss_mask is
+    True.
     """
 
     input_ids: torch.Tensor
@@ -34,13 +35,17 @@ class PackedBatch:
     def __post_init__(self) -> None:
         tokens = self.input_ids.numel()
         if self.positions.numel() != tokens or self.loss_mask.numel() != tokens:
-            raise LayoutError(f"packed batch: {tokens} tokens, {self.positions.numel()} positions, {self.loss_mask.numel()} masks")
+            raise LayoutError(
+                f"packed batch: {tokens} tokens, {self.positions.numel()} positions, {self.loss_mask.numel()} masks"
+            )
         if any(n < 1 for n in self.lengths) or sum(self.lengths) != tokens:
             raise LayoutError(f"packed batch: lengths {self.lengths} do not cut {tokens} tokens into sequences")
         if len(self.sequence_ids) != len(self.lengths) or self.cu_seqlens.numel() != len(self.lengths) + 1:
             raise LayoutError("packed batch: sequence ids, lengths and cu_seqlens disagree")
         if self.max_seqlen != max(self.lengths, default=0):
-            raise LayoutError(f"packed batch: max_seqlen {self.max_seqlen}, longest sequence {max(self.lengths, default=0)}")
+            raise LayoutError(
+                f"packed batch: max_seqlen {self.max_seqlen}, longest sequence {max(self.lengths, default=0)}"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -97,9 +102,10 @@ def pack_sequences(
 ) -> PackedBatch:
     """Lay sequences (prompt + response token ids) back to back.
 
-    prompt_lengths: tokens of each sequence that do not train (at least 1 is masked in any case, the first has no predecessor).
-    trains: False masks a whole sequence out of the loss. multiple: T is filled up to a multiple of it by one masked tail
-    sequence of `pad_id`, at least one token long when no sequence is given (a spare bin that keeps ranks in step).
+    prompt_lengths: tokens of each sequence that do not train (at least 1 is masked in any case, the first has no
+    predecessor). trains: False masks a whole sequence out of the loss. multiple: T is filled up to a multiple of it by
+    one masked tail sequence of `pad_id`, at least one token long when no sequence is given (a spare bin that keeps
+    ranks in step).
 
     Raises:
         LayoutError: an empty sequence, or lists of unequal length.
@@ -108,7 +114,9 @@ def pack_sequences(
     ids = list(range(count)) if sequence_ids is None else list(sequence_ids)
     keep = [True] * count if trains is None else list(trains)
     if not (len(prompt_lengths) == len(ids) == len(keep) == count):
-        raise LayoutError(f"packing {count} sequences: {len(prompt_lengths)} prompt lengths, {len(ids)} ids, {len(keep)} flags")
+        raise LayoutError(
+            f"packing {count} sequences: {len(prompt_lengths)} prompt lengths, {len(ids)} ids, {len(keep)} flags"
+        )
     empty = [str(i) for i, s in zip(ids, sequences) if len(s) == 0]
     if empty:
         raise LayoutError(f"sequences without tokens: {', '.join(empty)}")

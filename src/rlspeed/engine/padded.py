@@ -13,7 +13,8 @@ from rlspeed.engine.packed import PackedBatch
 class PaddedView:
     """Rows of equal length, padded on the right; padding tokens are computed and thrown away.
 
-    input_ids, attention_mask, positions: [S, L] with L the longest sequence. rows, columns [T]: place of each packed token.
+    input_ids, attention_mask, positions: [S, L] with L the longest sequence. rows, columns [T]: place of each packed
+    token.
     """
 
     input_ids: torch.Tensor

@@ -29,7 +29,9 @@ def checkpoint_blocks(blocks: nn.ModuleList) -> None:
         block.forward = forward  # type: ignore[method-assign]
 
 
-def shard(model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh, *, compute: torch.dtype, reduce: torch.dtype) -> None:
+def shard(
+    model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh, *, compute: torch.dtype, reduce: torch.dtype
+) -> None:
     """FSDP2 over `mesh`: each block is one unit, the rest (embedding, norm, head) is the root's.
 
     The root stays unsharded between forward and backward, since the head is used outside of any block.

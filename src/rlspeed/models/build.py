@@ -53,7 +53,7 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
                 where="model.path",
                 found=f"{path!r} is a {config.model_type!r} model",
                 allowed=", ".join(SUPPORTED),
-                fix="this architecture's layers are not known to keep packed sequences apart; take one of the allowed families",
+                fix="its layers are not known to keep packed sequences apart; take one of the allowed families",
             )
         )
     return config

@@ -14,8 +14,8 @@ class Generator(Protocol):
     """Generates answers with the weights of one policy version.
 
     `version` counts weight updates and is stamped on every Rollout. `load` is called after every update, also when the
-    generator shares the trainer's weights (then `weights` is None): it must forget everything that was computed with the
-    old weights (prefix caches) and set `version`.
+    generator shares the trainer's weights (then `weights` is None): it must forget everything that was computed with
+    the old weights (prefix caches) and set `version`.
     """
 
     version: int

@@ -71,7 +71,8 @@ class Rollout:
     def __post_init__(self) -> None:
         if not self.response_ids or len(self.response_ids) != len(self.logprobs):
             raise ValueError(
-                f"rollout {self.prompt_id}/{self.sample_id}: {len(self.response_ids)} tokens, {len(self.logprobs)} log-probs"
+                f"rollout {self.prompt_id}/{self.sample_id}: "
+                f"{len(self.response_ids)} tokens, {len(self.logprobs)} log-probs"
             )
         if not all(math.isfinite(x) for x in self.logprobs):
             raise ValueError(f"rollout {self.prompt_id}/{self.sample_id}: a log-prob is not finite")

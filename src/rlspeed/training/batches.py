@@ -20,9 +20,9 @@ from rlspeed.rollout.types import Rollout
 class Answer:
     """One answer of the step as every rank knows it; its position in the table is its sequence number.
 
-    group: position of its prompt in the step's batch. row: the prompt's row in the data. holder: rank that has the tokens.
-    score: weighted sum of all rewards, 0 when scoring failed. reward: score plus penalties. trains: False leaves it out of the
-    loss. truncated: it ran into the length limit.
+    group: position of its prompt in the step's batch. row: the prompt's row in the data. holder: rank that has the
+    tokens. score: weighted sum of all rewards, 0 when scoring failed. reward: score plus penalties. trains: False
+    leaves it out of the loss. truncated: it ran into the length limit.
     """
 
     group: int
@@ -47,7 +47,8 @@ class Answer:
 class MiniBatch:
     """Sequences of one optimizer step and where they train.
 
-    targets: for each sequence number in it, the rank. bins[rank]: sequence numbers of each bin; all ranks have equally many bins.
+    targets: for each sequence number in it, the rank. bins[rank]: sequence numbers of each bin; all ranks have equally
+    many bins.
     """
 
     numbers: tuple[int, ...]
@@ -73,9 +74,9 @@ def plan_minibatches(
 ) -> list[MiniBatch]:
     """Cut the step into optimizer steps, deal each one's sequences to ranks and fill bins.
 
-    groups_per_minibatch: prompts per optimizer step, None for all. balance: deal by cost; otherwise a sequence stays on the rank
-    that holds it. capacity: tokens per bin; None means padded training with `micro_batch_size` sequences per micro-batch.
-    seed: order of the prompts when there are several mini-batches.
+    groups_per_minibatch: prompts per optimizer step, None for all. balance: deal by cost; otherwise a sequence stays on
+    the rank that holds it. capacity: tokens per bin; None means padded training with `micro_batch_size` sequences per
+    micro-batch. seed: order of the prompts when there are several mini-batches.
     """
     groups = sorted({a.group for a in table})
     size = groups_per_minibatch or len(groups)
@@ -90,7 +91,10 @@ def plan_minibatches(
             shares = deal(lengths, ranks)
         else:
             shares = tuple(tuple(j for j, i in enumerate(numbers) if table[i].holder == r) for r in range(ranks))
-        bins = [_bins([numbers[j] for j in share], [lengths[j] for j in share], capacity, micro_batch_size) for share in shares]
+        bins = [
+            _bins([numbers[j] for j in share], [lengths[j] for j in share], capacity, micro_batch_size)
+            for share in shares
+        ]
         most = max(len(b) for b in bins)
         plans.append(
             MiniBatch(

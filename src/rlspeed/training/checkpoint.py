@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rlspeed.engine.world import World
 from rlspeed.errors import Fault, RunError
@@ -29,8 +31,8 @@ STATE = "state.json"
 class Progress:
     """Everything of a run that is not a tensor.
 
-    step: finished training steps (the position in the data follows from it and the seed). kl_coef: the controller's present value.
-    optimizer_steps: by role. policy_version: weight updates so far.
+    step: finished training steps (the position in the data follows from it and the seed). kl_coef: the controller's
+    present value. optimizer_steps: by role. policy_version: weight updates so far.
     """
 
     step: int
@@ -48,8 +50,8 @@ def step_folder(run_dir: Path, step: int) -> Path:
 def save(run_dir: Path, world: World, roles: Mapping[str, Trainable], progress: Progress, *, keep: int) -> Path:
     """Write the state after `progress.step` steps, then drop all but the last `keep` checkpoints.
 
-    All ranks call it. Files go to a hidden folder that is renamed when every rank has finished and the manifest (sizes of all
-    files) is on disk, so a killed or failed save leaves the earlier checkpoints as they were.
+    All ranks call it. Files go to a hidden folder that is renamed when every rank has finished and the manifest (sizes
+    of all files) is on disk, so a killed or failed save leaves the earlier checkpoints as they were.
 
     Raises:
         RunError: a file could not be written (disk full, say), on any rank.
@@ -63,8 +65,10 @@ def save(run_dir: Path, world: World, roles: Mapping[str, Trainable], progress: 
     world.barrier()
     problem = ""
     try:
-        _write(writing, world, roles, progress)
-    except Exception as error:  # whatever failed on one rank must stop all ranks with a message
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            _write(writing, world, roles, progress)
+    except (Exception, CheckpointException) as error:  # whatever failed on one rank must stop all ranks with a message
         problem = f"{type(error).__name__}: {_root_cause(error)}"
     problems = [f"rank {r}: {p}" for r, p in enumerate(world.gather_objects(problem)) if p]
     if not problems and world.is_main:
@@ -74,12 +78,14 @@ def save(run_dir: Path, world: World, roles: Mapping[str, Trainable], progress: 
             problems = [f"rank 0: {type(error).__name__}: {error}"]
     problems = world.broadcast_object(problems)
     if problems:
+        # measured before the clean-up: the writer of tensors hides the reason of a failed write
+        free = shutil.disk_usage(run_dir).free
         if world.is_main:
             shutil.rmtree(writing, ignore_errors=True)
         raise RunError(
             Fault(
                 where=str(final),
-                found="; ".join(problems),
+                found=f"not written: {'; '.join(problems)} ({free / 1e6:,.1f} MB free on this file system)",
                 fix=f"free space or choose another run.dir, then go on with --resume; {_last_word(run_dir)}",
             )
         )
@@ -161,8 +167,10 @@ def load(folder: Path, world: World, roles: Mapping[str, Trainable]) -> Progress
         )
     for name, role in roles.items():
         try:
-            dcp.load(_tensors(role), checkpoint_id=folder / name, no_dist=world.size == 1)
-        except Exception as error:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(_tensors(role), checkpoint_id=folder / name, no_dist=world.size == 1)
+        except (Exception, CheckpointException) as error:
             raise RunError(
                 Fault(
                     where=str(folder / name),

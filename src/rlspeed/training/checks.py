@@ -14,13 +14,16 @@ from rlspeed.rollout.generator import Generator
 from rlspeed.rollout.types import Prompt, SamplingParams
 from rlspeed.training.roles import Actor
 
-# Largest mean |log-prob difference| between two layouts of the same tokens. fp32: rounding of a few hundred additions in another
-# order, 1e-6 relative, with room for 30 layers. 16 bit: one rounding step of a hidden state moves a log-prob by about 1e-2.
+# Largest mean |log-prob difference| between two layouts of the same tokens. fp32: rounding of a few hundred additions
+# in another order, 1e-6 relative, with room for 30 layers. 16 bit: one rounding step of a hidden state moves a log-prob
+# by about 1e-2.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 NUM_TOKENS = 8
 
 
-def check_layout(actor: Actor, sequences: Sequence[Sequence[int]], precision: Precision, world: World, model: str) -> float:
+def check_layout(
+    actor: Actor, sequences: Sequence[Sequence[int]], precision: Precision, world: World, model: str
+) -> float:
     """Compare log-probs of `sequences` packed together and alone, and look for a leak from the first into the second.
 
     Returns the mean absolute difference.
@@ -38,8 +41,8 @@ def check_layout(actor: Actor, sequences: Sequence[Sequence[int]], precision: Pr
                 where=f"start-up check of {model}",
                 found=f"log-probs of packed sequences differ from one by one by {gap:.2e} on average",
                 allowed=f"at most {limit:.0e} in {precision.compute}",
-                fix="this architecture or attention kernel does not keep packed sequences apart; try model.attention=sdpa "
-                "or model.use_remove_padding=false",
+                fix="this architecture or attention kernel does not keep packed sequences apart; "
+                "try model.attention=sdpa or model.use_remove_padding=false",
             )
         )
     vocabulary = int(max(max(s) for s in sequences)) + 1
@@ -59,9 +62,15 @@ def check_layout(actor: Actor, sequences: Sequence[Sequence[int]], precision: Pr
 
 
 def check_generator(
-    actor: Actor, generator: Generator, prompts: Sequence[Sequence[int]], world: World, limit: float, limits: SamplingParams
+    actor: Actor,
+    generator: Generator,
+    prompts: Sequence[Sequence[int]],
+    world: World,
+    limit: float,
+    limits: SamplingParams,
 ) -> float:
-    """Sample a few tokens and compare the generator's log-probs with the trainer's; returns the mean absolute difference.
+    """Sample a few tokens and compare the generator's log-probs with the trainer's; returns the mean absolute
+    difference.
 
     Raises:
         RunError: the mean difference is above `limit`.
@@ -83,7 +92,7 @@ def check_generator(
                 where="start-up check",
                 found=f"generator and trainer log-probs of the same tokens differ by {gap:.3f} on average",
                 allowed=f"at most {limit:g} (rollout.parity_tolerance)",
-                fix="the generator does not have the trainer's weights or settings; without this a run learns from noise",
+                fix="the generator does not have the trainer's weights or settings; so a run would learn from noise",
             )
         )
     return gap

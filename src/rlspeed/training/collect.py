@@ -14,6 +14,7 @@ from rlspeed.data.prompts import PromptTable
 from rlspeed.engine.world import World
 from rlspeed.rewards.pool import RewardPool
 from rlspeed.rewards.types import Sample, Score
+from rlspeed.rollout.builtin import GenerationStopped
 from rlspeed.rollout.generator import Generator
 from rlspeed.rollout.types import Prompt, Rollout, SamplingParams
 from rlspeed.training.batches import Answer
@@ -58,11 +59,13 @@ class Collector:
         self.generator.close()
         self.pool.close()
 
-    def generate(self, table: PromptTable, rows: Sequence[int], *, n: int, sampling: SamplingParams, stream: int) -> Collected:
+    def generate(
+        self, table: PromptTable, rows: Sequence[int], *, n: int, sampling: SamplingParams, stream: int
+    ) -> Collected:
         """`n` answers to each of this rank's share of `rows`.
 
-        The random stream of an answer depends on run.seed, `stream` (the step), the row and the answer's number alone, so neither
-        ranks nor batches nor a resumed run change what is drawn.
+        The random stream of an answer depends on run.seed, `stream` (the step), the row and the answer's number alone,
+        so neither ranks nor batches nor a resumed run change what is drawn.
 
         Raises:
             StopRequested: some rank was asked to stop meanwhile.
@@ -99,7 +102,9 @@ class Collector:
         return [self._answer(collected, place, score) for place, score in zip(places, scores)]
 
     def dump(self, table: PromptTable, collected: Collected, step: int) -> list[dict[str, Any]]:
-        """This rank's answers as verl dumps them: input, output, gts, score, step, and what the rewards returned beside it."""
+        """This rank's answers as verl dumps them: input, output, gts, score, step, and what the rewards returned
+        beside it.
+        """
         out = []
         for place, rollout in collected.rollouts.items():
             row, score = table[collected.rows[place[0]]], collected.scores[place]

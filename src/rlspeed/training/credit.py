@@ -40,7 +40,9 @@ def sequence_advantages(table: Sequence[Answer], cfg: Algorithm) -> torch.Tensor
 
 
 def token_rewards(batch: PackedBatch, table: Sequence[Answer], cfg: Algorithm, kl_coef: float) -> torch.Tensor:
-    """Rewards [N] of the tokens that train: the answer's reward on its last token, minus the KL penalty when that is on."""
+    """Rewards [N] of the tokens that train: the answer's reward on its last token, minus the KL penalty when that is
+    on.
+    """
     segment_ids = batch.segment_ids()
     rewards = torch.zeros(segment_ids.numel(), device=segment_ids.device)
     if rewards.numel() == 0:
@@ -57,7 +59,9 @@ def token_rewards(batch: PackedBatch, table: Sequence[Answer], cfg: Algorithm, k
 def assign_advantages(
     batches: Sequence[PackedBatch], table: Sequence[Answer], cfg: Algorithm, kl_coef: float, world: World
 ) -> None:
-    """Put the streams `advantages`, `returns` and `token_rewards` on every bin; whitening is over all tokens of all ranks."""
+    """Put the streams `advantages`, `returns` and `token_rewards` on every bin; whitening is over all tokens of all
+    ranks.
+    """
     per_sequence = sequence_advantages(table, cfg)
     flat = []
     for batch in batches:
@@ -93,4 +97,3 @@ def whiten_over_ranks(parts: Sequence[torch.Tensor], world: World) -> list[torch
     squares = world.sum([sum(float((p.double() - mean).square().sum()) for p in parts)])[0]
     variance = squares / max(count - 1.0, 1.0)
     return [segments.standardise(p, mean, variance) for p in parts]
-

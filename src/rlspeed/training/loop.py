@@ -120,12 +120,15 @@ class Job:
             self.kl = self.kl.updated(result.mean_kl, len(result.table))
         self.total_tokens += sum(a.tokens for a in result.table)
         metrics.add("training/epoch", float(self.setup.stream.epoch(number - 1)))
-        self._write_answers("rollouts", self.setup.parts.collector.dump(self.setup.train_table, result.collected, number))
+        self._write_answers(
+            "rollouts", self.setup.parts.collector.dump(self.setup.train_table, result.collected, number)
+        )
 
     def _validate_if_due(self) -> None:
         """Validation at the start, at the end and every run.validate_every steps, unless its line is written already.
 
-        The line is separate from the step's, so that a run which was stopped inside a validation makes up for it on resume.
+        The line is separate from the step's, so that a run which was stopped inside a validation makes up for it on
+        resume.
         """
         every = self.profile.run.validate_every
         due = self.step in (0, self.setup.total_steps) or (every and self.step % every == 0)

@@ -14,7 +14,9 @@ from rlspeed.engine.parallelize import grad_norm
 
 
 def lr_factor(step: int, cfg: OptimizerConfig, total_steps: int) -> float:
-    """Share of cfg.lr in optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine to min_lr_ratio."""
+    """Share of cfg.lr in optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine to
+    min_lr_ratio.
+    """
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
     if cfg.schedule == "constant":
@@ -29,15 +31,14 @@ class MasterAdamW:
     """AdamW whose moments and weights are fp32, whatever the precision of the model's parameters.
 
     For fp32 parameters the parameter is its own master. For bf16 and fp16 each parameter has an fp32 master; every
-    micro-batch's gradient is added to an fp32 sum the moment it is complete (and freed), the update happens on the master, and
-    the rounded result is written into the parameter in place, so views of it (a generator's) see the new weights.
+    micro-batch's gradient is added to an fp32 sum the moment it is complete (and freed), the update happens on the
+    master, and the rounded result is written into the parameter in place, so views of it (a generator's) see the new
+    weights.
 
     Norms, biases and other vectors take no weight decay.
     """
 
-    def __init__(
-        self, model: nn.Module, cfg: OptimizerConfig, *, total_steps: int, loss_scaling: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, cfg: OptimizerConfig, *, total_steps: int, loss_scaling: bool = False) -> None:
         """total_steps: optimizer steps of the run, for the schedule. loss_scaling: for fp16, see `LossScale`."""
         self.cfg = cfg
         self.scale = LossScale(65536.0 if loss_scaling else 1.0, dynamic=loss_scaling)
@@ -75,7 +76,8 @@ class MasterAdamW:
     def step(self) -> float:
         """Clip to cfg.max_grad_norm, update, and return the norm before clipping.
 
-        A norm that is not finite leaves weights and moments untouched (the caller reports it) and halves the loss scale.
+        A norm that is not finite leaves weights and moments untouched (the caller reports it) and halves the loss
+        scale.
         """
         norm = float(grad_norm(self.masters))
         if not math.isfinite(norm):
@@ -108,7 +110,9 @@ class MasterAdamW:
         for name, param, master in zip(self.names, self.params, self.masters):
             state = self.inner.state[master]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if _fused(self.inner) else "cpu")
+                state["step"] = torch.zeros(
+                    (), dtype=torch.float32, device=master.device if _fused(self.inner) else "cpu"
+                )
                 state["exp_avg"] = torch.zeros_like(master)
                 state["exp_avg_sq"] = torch.zeros_like(master)
             out.update({f"{name}.{key}": state[key] for key in ("step", "exp_avg", "exp_avg_sq")})

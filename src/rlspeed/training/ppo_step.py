@@ -1,4 +1,6 @@
-"""One PPO/GRPO step, top to bottom: answers, scores, packs, log-probs, credit, updates, new weights to the generator."""
+"""One PPO/GRPO step, top to bottom: answers, scores, packs, log-probs, credit, updates, new weights to the
+generator.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,8 @@ class StepResult:
 def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metrics: StepMetrics) -> StepResult:
     """Run training step `step` (from 1) on the prompts `rows`.
 
-    Every rank runs this with the same arguments. Nothing is changed before all ranks have agreed, after the last scoring pass,
-    that no stop was asked for.
+    Every rank runs this with the same arguments. Nothing is changed before all ranks have agreed, after the last
+    scoring pass, that no stop was asked for.
 
     Raises:
         StopRequested: a stop was asked for before the update began.
@@ -103,7 +105,9 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
 
 
 def leave_out(table: Sequence[Answer], *, filter_groups: bool) -> list[Answer]:
-    """DAPO's group filter: answers of groups without two different rewards train no more (numerator and denominator)."""
+    """DAPO's group filter: answers of groups without two different rewards train no more (numerator and
+    denominator).
+    """
     if not filter_groups:
         return list(table)
     keep = informative_groups([a for a in table if a.trains])
@@ -225,7 +229,9 @@ def _update_actor(
     *,
     first: bool,
 ) -> Updated:
-    """One optimizer step of the policy; on the first pass over on-policy data it also measures the gap to the generator."""
+    """One optimizer step of the policy; on the first pass over on-policy data it also measures the gap to the
+    generator.
+    """
     cfg, actor = parts.profile.algorithm, parts.roles.actor
 
     def loss_of(batch: PackedBatch) -> torch.Tensor:
@@ -255,7 +261,9 @@ def _update_actor(
 def _policy_loss(
     parts: Parts, batch: PackedBatch, logprobs: torch.Tensor, weights: torch.Tensor, metrics: StepMetrics
 ) -> loss.LossOut:
-    """The policy term that the configuration names, with the correction for the generator's probabilities in the weights."""
+    """The policy term that the configuration names, with the correction for the generator's probabilities in the
+    weights.
+    """
     cfg, rollout = parts.profile.algorithm, parts.profile.rollout
     old, advantages, ids = batch.get("old_logprobs"), batch.get("advantages"), batch.segment_ids()
     if rollout.correction != "none":

@@ -21,7 +21,9 @@ from rlspeed.training.optim import MasterAdamW
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updated:
-    """What one optimizer step did: norm before clipping, learning rate used, whether there was anything to learn from."""
+    """What one optimizer step did: norm before clipping, learning rate used, whether there was anything to learn
+    from.
+    """
 
     grad_norm: float
     lr: float
@@ -41,8 +43,9 @@ class Trainable:
     ) -> Updated:
         """One optimizer step over all bins of a mini-batch.
 
-        loss_of: forward of one bin to a loss that is already weighted by global counts, so that the gradient is the plain sum
-        over bins and ranks. global_tokens: training tokens of the mini-batch over all ranks; with 0 nothing is changed.
+        loss_of: forward of one bin to a loss that is already weighted by global counts, so that the gradient is the
+        plain sum over bins and ranks. global_tokens: training tokens of the mini-batch over all ranks; with 0 nothing
+        is changed.
         """
         lr = self.optimizer.lr
         self.optimizer.zero_grad()
@@ -147,11 +150,18 @@ def build_roles(profile: Profile, precision: Precision, world: World, total_upda
         return module.requires_grad_(train)
 
     policy = place(PolicyModel(actor_lm, backend=backend, padded=padded), train=True)
-    actor = Actor(policy, MasterAdamW(policy, profile.optim.actor, total_steps=total_updates, loss_scaling=scaled), world, profile.rollout.temperature)
+    actor = Actor(
+        policy,
+        MasterAdamW(policy, profile.optim.actor, total_steps=total_updates, loss_scaling=scaled),
+        world,
+        profile.rollout.temperature,
+    )
     critic = reference = None
     if profile.algorithm.kind == "ppo":
         value = place(ValueModel(load(model.critic.path or model.path), backend=backend, padded=padded), train=True)
-        critic = Critic(value, MasterAdamW(value, profile.optim.critic, total_steps=total_updates, loss_scaling=scaled), world)
+        critic = Critic(
+            value, MasterAdamW(value, profile.optim.critic, total_steps=total_updates, loss_scaling=scaled), world
+        )
     if profile.algorithm.kl.where != "none":
         frozen = PolicyModel(load(model.reference.path or model.path), backend=backend, padded=padded)
         reference = Reference(place(frozen, train=False), profile.rollout.temperature)

@@ -27,7 +27,9 @@ def open_run_dir(world: World, name: str, wanted: str | None, *, resume: bool) -
         try:
             path = str(_open(name, wanted, resume=resume))
         except OSError as error:
-            fault = Fault(where="run.dir", found=f"{wanted or 'runs'}: {error}", fix="choose a folder that can be written")
+            fault = Fault(
+                where="run.dir", found=f"{wanted or 'runs'}: {error}", fix="choose a folder that can be written"
+            )
         except ConfigError as error:
             fault = error.faults[0]
     path, fault = world.broadcast_object((path, fault))

@@ -1,4 +1,6 @@
-"""Seeds of everything that is drawn, as a pure function of the run's seed and the place: nothing to save, nothing to drift."""
+"""Seeds of everything that is drawn, as a pure function of the run's seed and the place: nothing to save, nothing to
+drift.
+"""
 
 from __future__ import annotations
 

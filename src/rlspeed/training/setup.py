@@ -51,7 +51,10 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
     train_table = load_prompts(profile.data, profile.rollout, tokenizer, "train")
     val_table = load_prompts(profile.data, profile.rollout, tokenizer, "val") if profile.data.val_files else None
     stream = PromptStream(
-        num_rows=len(train_table), batch_size=profile.data.batch_size, shuffle=profile.data.shuffle, seed=profile.run.seed
+        num_rows=len(train_table),
+        batch_size=profile.data.batch_size,
+        shuffle=profile.data.shuffle,
+        seed=profile.run.seed,
     )
     batch = min(profile.data.batch_size, len(train_table))
     total_steps = profile.run.steps or max(1, math.ceil(profile.run.epochs * len(train_table) / batch))

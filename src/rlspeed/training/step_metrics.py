@@ -69,7 +69,9 @@ def record_sizes(
     for name, value in seqlen_balance(before, after).items():
         metrics.add(name, value)
     bins = [b for p in plans for b in p.bins[world.rank] if b]
-    waste = sum(len(b) * max(table[n].tokens for n in b) - sum(table[n].tokens for n in b) for b in bins) if padded else 0
+    waste = (
+        sum(len(b) * max(table[n].tokens for n in b) - sum(table[n].tokens for n in b) for b in bins) if padded else 0
+    )
     metrics.add("tokens/padding", float(waste))
 
 

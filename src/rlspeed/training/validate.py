@@ -17,9 +17,11 @@ VALIDATION_STREAM = 1 << 40
 
 
 def validate(parts: Parts, table: PromptTable, metrics: StepMetrics) -> Collected:
-    """Answer every prompt of `table` once per validation_n and add the results to `metrics`; returns this rank's answers.
+    """Answer every prompt of `table` once per validation_n and add the results to `metrics`; returns this rank's
+    answers.
 
-    Prompts are dealt round robin, so their number need not divide by the ranks; the means are over exactly the prompts there are.
+    Prompts are dealt round robin, so their number need not divide by the ranks; the means are over exactly the prompts
+    there are.
     """
     cfg, collector = parts.profile, parts.collector
     sampling = replace(collector.sampling, temperature=cfg.run.validation_temperature, top_k=0, top_p=1.0, min_p=0.0)
@@ -37,7 +39,9 @@ def validate(parts: Parts, table: PromptTable, metrics: StepMetrics) -> Collecte
     rollouts = list(collected.rollouts.values())
     if rollouts:
         metrics.add("val-aux/response_length/mean", float(sum(len(r.response_ids) for r in rollouts)), len(rollouts))
-        metrics.add("val-aux/response_length/clip_ratio", float(sum(r.finish == "length" for r in rollouts)), len(rollouts))
+        metrics.add(
+            "val-aux/response_length/clip_ratio", float(sum(r.finish == "length" for r in rollouts)), len(rollouts)
+        )
     metrics.add("val-aux/failed", float(sum(a is None for a in mine)))
     return collected
 

@@ -13,7 +13,9 @@ from rlspeed.engine.padded import PaddedView, response_window
 from rlspeed.errors import LayoutError
 from rlspeed.models.build import PolicyModel, ValueModel, load_causal_lm
 
-CASES = {c["id"]: c for c in json.loads((Path(__file__).parents[2] / "conformance" / "cases.json").read_text())["cases"]}
+CASES = {
+    c["id"]: c for c in json.loads((Path(__file__).parents[2] / "conformance" / "cases.json").read_text())["cases"]
+}
 SEQUENCES = [[5, 6, 7, 8, 9, 2], [10, 11, 12], [13, 14, 15, 16, 17, 18, 19, 20, 21], [22, 23]]
 PROMPTS = [2, 1, 5, 1]
 # fp32 on CPU: the same dot products over at most 96 terms in another order, 1e-6 relative on log-probs of about 5
@@ -140,7 +142,9 @@ def test_values_packed_equal_padded(tiny_models: dict[str, Path]) -> None:
     path = str(tiny_models["llama"])
     models = []
     for attention, padded in (("packed", False), ("sdpa", True)):
-        model = ValueModel(load_causal_lm(path, dtype=torch.float32, attention=attention), backend="sdpa", padded=padded)
+        model = ValueModel(
+            load_causal_lm(path, dtype=torch.float32, attention=attention), backend="sdpa", padded=padded
+        )
         torch.manual_seed(1)
         torch.nn.init.normal_(model.value_head.weight)
         models.append(model)

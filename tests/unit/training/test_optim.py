@@ -1,0 +1,153 @@
+"""The optimizer: fp32 masters behind 16-bit parameters, clipping, schedules, loss scale, steps without tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from rlspeed.config.schema import Optimizer
+from rlspeed.training.optim import LossScale, MasterAdamW, lr_factor
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
+
+
+def _steps(model: nn.Module, optimizer: MasterAdamW, count: int) -> list[float]:
+    norms = []
+    for i in range(count):
+        torch.manual_seed(100 + i)
+        x = torch.randn(8, 6, dtype=next(model.parameters()).dtype)
+        optimizer.zero_grad()
+        (model(x).float().square().sum() * optimizer.scale.value).backward()
+        norms.append(optimizer.step())
+    return norms
+
+
+def test_fp32_equals_torch_adamw() -> None:
+    cfg = Optimizer(lr=1e-2, weight_decay=0.1, max_grad_norm=None)
+    ours, theirs = _model(), _model()
+    _steps(ours, MasterAdamW(ours, cfg, total_steps=10), 5)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=1e-2, betas=cfg.betas, eps=cfg.eps)
+    for i in range(5):
+        torch.manual_seed(100 + i)
+        reference.zero_grad()
+        theirs(torch.randn(8, 6)).square().sum().backward()
+        reference.step()
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_clip_uses_the_norm_of_all_gradients() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = MasterAdamW(model, Optimizer(lr=1.0, max_grad_norm=1.0), total_steps=1)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert optimizer.step() == pytest.approx(5.0)
+    state = optimizer.inner.state[model.weight]
+    # first moment = (1 - beta1) * clipped gradient, and the clipped gradient has norm 1
+    assert float(state["exp_avg"].norm()) == pytest.approx(0.1, rel=1e-4)
+
+
+def test_small_updates_survive_in_bf16() -> None:
+    """An update of 1e-5 is far below bf16's step of 4e-3 near 1: without a master 400 of them change nothing."""
+    model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = MasterAdamW(model, Optimizer(lr=1e-5, max_grad_norm=None), total_steps=1000)
+    for _ in range(400):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    master = optimizer.masters[0]
+    assert master.dtype == torch.float32
+    torch.testing.assert_close(master, torch.full_like(master, 1.0 - 400 * 1e-5), atol=1e-5, rtol=0)
+    assert model.weight.dtype == torch.bfloat16
+    assert torch.equal(model.weight, master.to(torch.bfloat16))
+    assert model.weight[0, 0].item() < 1.0
+
+
+def test_micro_batches_add_up_in_fp32() -> None:
+    """dtype/bf16_accumulation: 4096 gradients of 0.01 are 40.96, where a bf16 sum stalls at 4."""
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    optimizer = MasterAdamW(model, Optimizer(), total_steps=1)
+    x = torch.full((1, 1), 0.01, dtype=torch.bfloat16)
+    for _ in range(4096):
+        model(x).sum().backward()
+    assert model.weight.grad is None
+    assert float(optimizer.masters[0].grad) == pytest.approx(4096 * float(x), rel=1e-5)
+
+
+def test_non_finite_gradient_changes_nothing() -> None:
+    model = _model()
+    optimizer = MasterAdamW(model, Optimizer(lr=1e-2), total_steps=4)
+    _steps(model, optimizer, 1)
+    before = [p.clone() for p in model.parameters()]
+    moments = {k: v.clone() for k, v in optimizer.state_tensors().items()}
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.nan)
+    assert math.isnan(optimizer.step())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    assert all(torch.equal(v, moments[k]) for k, v in optimizer.state_tensors().items())
+    assert optimizer.steps_done == 1
+
+
+def test_fp16_gradients_are_scaled_and_unscaled() -> None:
+    """A gradient of 1e-8 is 0 in fp16; with the loss scale it arrives in the master."""
+    model = nn.Linear(1, 1, bias=False).to(torch.float16)
+    optimizer = MasterAdamW(model, Optimizer(max_grad_norm=None), total_steps=1, loss_scaling=True)
+    x = torch.ones(1, 1, dtype=torch.float16)
+    (model(x).float().sum() * 1e-8 * optimizer.scale.value).backward()
+    assert float(optimizer.masters[0].grad) == pytest.approx(1e-8, rel=1e-2)
+
+
+def test_loss_scale_moves() -> None:
+    scale = LossScale(64.0, dynamic=True)
+    scale.shrink()
+    assert scale.value == 32.0
+    for _ in range(200):
+        scale.grow()
+    assert scale.value == 64.0
+    fixed = LossScale(1.0, dynamic=False)
+    fixed.shrink()
+    assert fixed.value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "want"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.55, 0.1]),
+        ("cosine", [0.5, 1.0, 1.0, 0.55, 0.1]),
+    ],
+)
+def test_lr_course(schedule: str, want: list[float]) -> None:
+    cfg = Optimizer(warmup_steps=2, schedule=schedule, min_lr_ratio=0.1)
+    got = [lr_factor(step, cfg, 12) for step in (0, 1, 2, 7, 12)]
+    assert got == pytest.approx(want)
+
+
+def test_state_round_trip_has_real_moments() -> None:
+    """life-05: the saved moments are not empty and not zero, and loading them in place continues the same course."""
+    a, b = _model(), _model()
+    first, second = MasterAdamW(a, Optimizer(lr=1e-2), total_steps=9), MasterAdamW(b, Optimizer(lr=1e-2), total_steps=9)
+    _steps(a, first, 3)
+    saved = {k: v.clone() for k, v in first.state_tensors().items()}
+    assert saved
+    assert all(float(v.abs().sum()) > 0 for v in saved.values())
+    for name, tensor in second.state_tensors().items():
+        tensor.copy_(saved[name])
+    with torch.no_grad():
+        for p, q in zip(a.parameters(), b.parameters()):
+            q.copy_(p)
+    second.steps_done = first.steps_done
+    _steps(a, first, 2)
+    _steps(b, second, 2)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
