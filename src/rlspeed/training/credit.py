@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,27 @@ from rlspeed.engine.world import World
 from rlspeed.training.batches import Answer
 
 PER_SEQUENCE = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+
+
+def informative_groups(answers: Sequence[Answer]) -> set[int]:
+    """Groups with at least two different rewards."""
+    if not answers:
+        return set()
+    names = sorted({a.group for a in answers})
+    place = {g: i for i, g in enumerate(names)}
+    ids = torch.tensor([place[a.group] for a in answers])
+    keep = advantage.informative(torch.tensor([a.reward for a in answers]), ids, len(names))
+    return {a.group for a, k in zip(answers, keep.tolist()) if k}
+
+
+def leave_out(table: Sequence[Answer], *, filter_groups: bool) -> list[Answer]:
+    """DAPO's group filter: answers of groups without two different rewards train no more (numerator and
+    denominator).
+    """
+    if not filter_groups:
+        return list(table)
+    keep = informative_groups([a for a in table if a.trains])
+    return [replace(a, trains=a.trains and a.group in keep) for a in table]
 
 
 def sequence_advantages(table: Sequence[Answer], cfg: Algorithm) -> torch.Tensor | None:

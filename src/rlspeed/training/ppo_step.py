@@ -5,7 +5,7 @@ generator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,13 +17,12 @@ from rlspeed.engine.world import World
 from rlspeed.training.batches import Answer, MiniBatch, build_batches, gather_table, plan_minibatches
 from rlspeed.training.clock import Clock
 from rlspeed.training.collect import Collected, Collector
-from rlspeed.training.credit import assign_advantages
+from rlspeed.training.credit import assign_advantages, leave_out
 from rlspeed.training.metrics import StepMetrics
 from rlspeed.training.roles import Roles, Updated
 from rlspeed.training.seeds import seed_of
 from rlspeed.training.step_metrics import (
     explained_variance,
-    informative_groups,
     record_answers,
     record_mismatch,
     record_parts,
@@ -102,16 +101,6 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
         parts.collector.generator.load(None, parts.collector.generator.version + 1)
     _record_run(parts, batches, mean_kl, kl_coef, metrics)
     return StepResult(mean_kl=mean_kl, collected=collected, table=table)
-
-
-def leave_out(table: Sequence[Answer], *, filter_groups: bool) -> list[Answer]:
-    """DAPO's group filter: answers of groups without two different rewards train no more (numerator and
-    denominator).
-    """
-    if not filter_groups:
-        return list(table)
-    keep = informative_groups([a for a in table if a.trains])
-    return [replace(a, trains=a.trains and a.group in keep) for a in table]
 
 
 def _record_run(

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from rlspeed.algorithms import advantage, correction
+from rlspeed.algorithms import correction
 from rlspeed.engine.packed import PackedBatch
 from rlspeed.engine.world import World
 from rlspeed.rewards.types import Score
 from rlspeed.training.batches import Answer, MiniBatch
+from rlspeed.training.credit import informative_groups
 from rlspeed.training.metrics import StepMetrics, seqlen_balance
 
 
@@ -47,17 +48,6 @@ def record_groups(metrics: StepMetrics, table: Sequence[Answer]) -> None:
     metrics.add("group/total", float(len(names)))
     metrics.add("group/degenerate", float(len(degenerate)))
     metrics.add("group/filtered", float(len(filtered & degenerate)))
-
-
-def informative_groups(answers: Sequence[Answer]) -> set[int]:
-    """Groups with at least two different rewards."""
-    if not answers:
-        return set()
-    names = sorted({a.group for a in answers})
-    place = {g: i for i, g in enumerate(names)}
-    ids = torch.tensor([place[a.group] for a in answers])
-    keep = advantage.informative(torch.tensor([a.reward for a in answers]), ids, len(names))
-    return {a.group for a, k in zip(answers, keep.tolist()) if k}
 
 
 def record_sizes(
