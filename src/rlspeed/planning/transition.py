@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlspeed.errors import Fault, LayoutError
+from rlspeed.planning.devices import Placement
 from rlspeed.planning.layout import Layout, Mesh
 from rlspeed.planning.reshard import TensorRequest
 from rlspeed.planning.shape import ModelShape, WeightShape
@@ -69,6 +70,29 @@ def own_generation(ranks: tuple[int, ...], tp: int) -> GenerationMesh:
     if tp < 1 or len(ranks) % tp:
         raise LayoutError(Fault(where="generation tensor parallel", found=f"{tp} over {len(ranks)} ranks"))
     return GenerationMesh(mesh=Mesh.of(ranks, replica=len(ranks) // tp, tp=tp), axes=(TP,))
+
+
+def training_mesh(actor: Placement) -> Mesh:
+    """The actor's ranks as (dp_replicate, dp_shard, tp); FSDP2 cuts over the sequence parallel ranks as well.
+
+    Raises:
+        LayoutError: degrees that do not multiply to the number of ranks.
+    """
+    return Mesh.of(actor.ranks, dp_replicate=actor.replicas, dp_shard=actor.dp_shard, tp=actor.tp)
+
+
+def generation_mesh(actor: Placement, rollout: Placement) -> GenerationMesh:
+    """The generator's ranks: at intervals on the actor's where the degrees allow it, else neighbours.
+
+    Raises:
+        LayoutError: the generator's tensor parallel degree does not divide its ranks.
+    """
+    if actor.ranks == rollout.ranks:
+        try:
+            return interval_generation(training_mesh(actor), rollout.tp)
+        except LayoutError:
+            pass
+    return own_generation(rollout.ranks, rollout.tp)
 
 
 def training_layout(weight: WeightShape, mesh: Mesh, *, aligned: bool) -> Layout:
