@@ -11,6 +11,10 @@ from rlspeed.errors import DataError
 FinishReason = Literal["stop", "length"]
 
 
+class GenerationStopped(Exception):
+    """Generation was given up because a stop was asked for; no answer of the call is returned."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How answers are drawn.

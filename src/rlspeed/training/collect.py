@@ -14,9 +14,8 @@ from rlspeed.data.prompts import PromptTable
 from rlspeed.engine.world import World
 from rlspeed.rewards.pool import RewardPool
 from rlspeed.rewards.types import Sample, Score
-from rlspeed.rollout.builtin import GenerationStopped
 from rlspeed.rollout.generator import Generator
-from rlspeed.rollout.types import Prompt, Rollout, SamplingParams
+from rlspeed.rollout.types import GenerationStopped, Prompt, Rollout, SamplingParams
 from rlspeed.training.batches import Answer
 from rlspeed.training.seeds import seed_of
 from rlspeed.training.stop import StopFlag

@@ -1,0 +1,168 @@
+"""The built-in generator against transformers, against itself in other batches, and at its limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlspeed.errors import DataError
+from rlspeed.models.build import load_causal_lm
+from rlspeed.rollout.builtin import BuiltinGenerator
+from rlspeed.rollout.types import GenerationStopped, Prompt, Rollout, SamplingParams
+
+PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12, 13, 14), (15,), (20, 21, 22, 23), (5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)]
+GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, stop_token_ids=(2,))
+
+
+def requests(prompts: list[tuple[int, ...]], n: int = 1) -> list[Prompt]:
+    """n answers to each prompt, each with a seed of its own."""
+    return [
+        Prompt(prompt_id=i, sample_id=s, token_ids=p, seed=1000 * i + s) for i, p in enumerate(prompts) for s in range(n)
+    ]
+
+
+@pytest.fixture(params=["llama", "qwen2", "qwen3"])
+def model(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> torch.nn.Module:
+    """Tied and untied, with biases, with head norms, all with fewer KV heads than heads."""
+    return load_causal_lm(str(tiny_models[request.param]), dtype=torch.float32, attention="sdpa").eval()
+
+
+@pytest.fixture()
+def llama(tiny_models: dict[str, Path]) -> torch.nn.Module:
+    """The smallest family."""
+    return load_causal_lm(str(tiny_models["llama"]), dtype=torch.float32, attention="sdpa").eval()
+
+
+def test_greedy_equals_transformers(model: torch.nn.Module) -> None:
+    got = BuiltinGenerator(model, max_concurrent=8, max_length=64).generate(requests(PROMPTS), GREEDY)
+    for prompt, rollout in zip(PROMPTS, got):
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=16,
+            do_sample=False,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+        assert list(rollout.response_ids) == out[0, len(prompt) :].tolist()
+        assert rollout.finish == ("stop" if rollout.response_ids[-1] == 2 else "length")
+
+
+def test_logprobs_are_those_of_a_full_forward(model: torch.nn.Module) -> None:
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.7, top_k=20, stop_token_ids=(2,))
+    for rollout in BuiltinGenerator(model, max_concurrent=3, max_length=64).generate(requests(PROMPTS, 2), sampling):
+        ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        with torch.no_grad():
+            logp = (model(ids).logits[0] / 0.7).log_softmax(-1)
+        start = len(rollout.prompt_ids)
+        want = [float(logp[start + j - 1, t]) for j, t in enumerate(rollout.response_ids)]
+        # fp32, two layers: the same sums in another order
+        assert list(rollout.logprobs) == pytest.approx(want, abs=1e-5)
+
+
+def test_batch_composition_does_not_matter(llama: torch.nn.Module) -> None:
+    """The same requests alone, in one batch, and through two slots give the same answers."""
+    sampling = SamplingParams(max_new_tokens=12, temperature=1.0, stop_token_ids=(2,))
+    jobs = requests(PROMPTS, 3)
+    wide = BuiltinGenerator(llama, max_concurrent=64, max_length=64)
+    together = wide.generate(jobs, sampling)
+    narrow = BuiltinGenerator(llama, max_concurrent=2, max_length=64).generate(jobs, sampling)
+    alone = [wide.generate([job], sampling)[0] for job in jobs]
+    for a, b, c in zip(together, narrow, alone):
+        assert a.response_ids == b.response_ids == c.response_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    assert [(r.prompt_id, r.sample_id) for r in narrow] == [(p.prompt_id, p.sample_id) for p in jobs]
+    assert len({r.response_ids for r in together}) > len(PROMPTS), "answers of a group differ"
+
+
+def test_sampled_frequencies(llama: torch.nn.Module) -> None:
+    """Chi-square of 4,000 first tokens against the model's own distribution; 0.1 % of correct runs would fail, seeds are fixed."""
+    jobs = [Prompt(prompt_id=0, sample_id=i, token_ids=(5, 6, 7), seed=i) for i in range(4000)]
+    generator = BuiltinGenerator(llama, max_concurrent=4000, max_length=8)
+    drawn = [r.response_ids[0] for r in generator.generate(jobs, SamplingParams(max_new_tokens=1))]
+    with torch.no_grad():
+        probs = llama(torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1)
+    counts = torch.bincount(torch.tensor(drawn), minlength=probs.numel()).double()
+    expected = probs.double() * len(jobs)
+    statistic = float(((counts - expected).square() / expected).sum())
+    degrees = probs.numel() - 1
+    # normal approximation of the chi-square's 99.9 % point
+    assert statistic < degrees + 3.1 * (2 * degrees) ** 0.5
+
+
+def test_stop_ids_and_limits(llama: torch.nn.Module) -> None:
+    """pack-19: any of several end ids ends an answer and is its last token; a length stop has no invented end."""
+    sampling = SamplingParams(max_new_tokens=40, temperature=1.0, stop_token_ids=tuple(range(2, 30)))
+    got = BuiltinGenerator(llama, max_concurrent=8, max_length=64).generate(requests(PROMPTS, 4), sampling)
+    stopped = [r for r in got if r.finish == "stop"]
+    assert stopped
+    for r in stopped:
+        assert r.response_ids[-1] in sampling.stop_token_ids
+        assert not set(r.response_ids[:-1]) & set(sampling.stop_token_ids)
+    short = [
+        Prompt(prompt_id=0, sample_id=0, token_ids=(5,), seed=0, max_new_tokens=3),
+        Prompt(prompt_id=1, sample_id=0, token_ids=tuple(range(5, 65))[:60], seed=0),
+    ]
+    a, b = BuiltinGenerator(llama, max_concurrent=8, max_length=64).generate(short, SamplingParams(max_new_tokens=9))
+    assert (len(a.response_ids), a.finish) == (3, "length")
+    assert (len(b.response_ids), b.finish) == (4, "length"), "the context limit ends an answer"
+
+
+def test_stop_strings(llama: torch.nn.Module) -> None:
+    class Words:
+        """Decodes ids as space-separated numbers."""
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return " ".join(map(str, ids)) + " "
+
+    free = BuiltinGenerator(llama, max_concurrent=8, max_length=64).generate(requests(PROMPTS), GREEDY)
+    target = free[1].response_ids[2]
+    sampling = SamplingParams(max_new_tokens=16, temperature=0.0, stop_token_ids=(2,), stop=(f" {target} ",))
+    generator = BuiltinGenerator(llama, max_concurrent=8, max_length=64, tokenizer=Words())
+    got = generator.generate(requests(PROMPTS)[1:2], sampling)[0]
+    assert got.finish == "stop"
+    assert got.response_ids[-1] == target
+    assert len(got.response_ids) <= 3
+
+
+def test_impossible_requests_are_named(llama: torch.nn.Module) -> None:
+    generator = BuiltinGenerator(llama, max_concurrent=8, max_length=8)
+    bad = [
+        Prompt(prompt_id=3, sample_id=0, token_ids=tuple(range(5, 13)), seed=0),
+        Prompt(prompt_id=4, sample_id=0, token_ids=(5,), seed=0, max_new_tokens=0),
+    ]
+    with pytest.raises(DataError) as caught:
+        generator.generate(bad, GREEDY)
+    assert "prompt 3" in str(caught.value)
+    assert "prompt 4" in str(caught.value)
+
+
+def test_weights_are_shared_and_nothing_stale_is_kept(llama: torch.nn.Module) -> None:
+    """sync-06: after an update in place and `load`, answers are those of a fresh generator."""
+    generator = BuiltinGenerator(llama, max_concurrent=8, max_length=64)
+    assert generator.decoder.layers[0].q.data_ptr() == llama.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    before = generator.generate(requests(PROMPTS), GREEDY)
+    with torch.no_grad():
+        for p in llama.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    generator.load(None, 1)
+    after = generator.generate(requests(PROMPTS), GREEDY)
+    fresh = BuiltinGenerator(llama, max_concurrent=8, max_length=64).generate(requests(PROMPTS), GREEDY)
+    assert [r.response_ids for r in after] == [r.response_ids for r in fresh]
+    assert [r.response_ids for r in after] != [r.response_ids for r in before]
+    assert {r.policy_version for r in after} == {1}
+
+
+def test_stop_request_and_callback(llama: torch.nn.Module) -> None:
+    seen: list[Rollout] = []
+    asked = iter([False] * 5 + [True] * 100)
+    generator = BuiltinGenerator(
+        llama, max_concurrent=8, max_length=64, should_stop=lambda: next(asked), on_finished=seen.append
+    )
+    with pytest.raises(GenerationStopped):
+        generator.generate(requests(PROMPTS), SamplingParams(max_new_tokens=30))
+    generator.should_stop = None
+    got = generator.generate(requests(PROMPTS), SamplingParams(max_new_tokens=3))
+    assert sorted(r.prompt_id for r in seen) == sorted(r.prompt_id for r in got)
