@@ -78,7 +78,9 @@ def enough_devices(now: Situation) -> list[Fault]:
     machine = now.machine
     there = f"{machine.num_devices * machine.nodes} device(s)" if machine.assumed else f"{machine.num_devices} visible"
     variable = "" if machine.assumed else f" (CUDA_VISIBLE_DEVICES {_quoted(machine.visible)})"
-    asked = "; ".join(f"{role} asks for {_list(now.devices.roles[role].ranks)}" for role, r in wants.items() if r)
+    places = now.devices.roles
+    askers = [role for role, ranks in wants.items() if ranks and places[role].shares_with is None]
+    asked = "; ".join(f"{role} asks for {_list(places[role].ranks)}" for role in askers)
     need = max(missing) + 1
     return [
         Fault(

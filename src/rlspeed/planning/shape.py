@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlspeed.errors import ConfigError, Fault
@@ -84,6 +84,10 @@ class ModelShape:
             qkv_bias=bias or bool(config.get("attention_bias", False)),
             qk_norm=norm,
         )
+
+    def with_head(self, kind: Literal["lm", "value", "score"]) -> ModelShape:
+        """The same backbone with another head."""
+        return replace(self, kind=kind)
 
     def weights(self) -> tuple[WeightShape, ...]:
         """All weights under their checkpoint names; a tied head is not listed twice."""
