@@ -12,15 +12,14 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\.)\.\d+"
 _NUMBER = re.compile(
     r"(?<!\w)(?<!\d\.)"  # no part of a word, a name or a longer number
     r"(?P<sign>(?<![)\]}])[-+\u2212])?"
-    r"(?:\\?[$\u20ac\u00a3]\s?)?"
-    r"(?P<inner>[-\u2212])?"
+    r"(?:\\?[$\u20ac\u00a3]\s?(?P<inner>[-\u2212])?)?"
     rf"(?P<value>{_DIGITS})"
-    r"(?:[eE](?P<exponent>[-+]?\d{1,3})(?![\dA-Za-z]))?"
+    r"(?:[eE](?P<exponent>[-+]?\d+)(?![\dA-Za-z]))?"
     r"(?:\s?/\s?(?P<denominator>\d+)(?![\d/]))?",
     re.ASCII,
 )
 _MAX_DIGITS = 400
-_MAX_EXPONENT = 400
+_MAX_EXPONENT_DIGITS = 4  # with the sign
 
 
 def find_numbers(text: str) -> list[tuple[str, Fraction]]:
@@ -29,19 +28,17 @@ def find_numbers(text: str) -> list[tuple[str, Fraction]]:
     Thousands commas (also LaTeX's), currency signs, a sign, decimals, an exponent, and a simple fraction a/b belong
     to a number; digits inside a word (H2O) do not make one.
     """
-    text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
-    found = []
-    for match in _NUMBER.finditer(text):
-        value = _value(match)
-        if value is not None:
-            found.append((match.group().strip(), value))
-    return found
+    found = ((m.group().strip(), _value(m)) for m in _matches(text))
+    return [(shown, value) for shown, value in found if value is not None]
 
 
 def last_number(text: str) -> tuple[str, Fraction] | None:
     """The last number in the text, or None."""
-    numbers = find_numbers(text)
-    return numbers[-1] if numbers else None
+    for match in reversed(_matches(text)):
+        value = _value(match)
+        if value is not None:
+            return match.group().strip(), value
+    return None
 
 
 def accepted_answers(ground_truth: Any) -> list[str]:
@@ -88,14 +85,20 @@ def exact_value(answer: str) -> Fraction:
     return number[1]
 
 
+def _matches(text: str) -> list[re.Match[str]]:
+    return list(_NUMBER.finditer(text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")))
+
+
 def _value(match: re.Match[str]) -> Fraction | None:
     digits = match["value"].replace(",", "")
     denominator = match["denominator"] or "1"
-    exponent = int(match["exponent"] or 0)
-    if len(digits) > _MAX_DIGITS or len(denominator) > _MAX_DIGITS or abs(exponent) > _MAX_EXPONENT:
-        return None
-    if int(denominator) == 0:
+    exponent = match["exponent"] or "0"
+    if (
+        max(len(digits), len(denominator)) > _MAX_DIGITS
+        or len(exponent) > _MAX_EXPONENT_DIGITS
+        or int(denominator) == 0
+    ):
         return None
     negative = (match["sign"] or match["inner"] or "+") in "-\u2212"
-    value = Fraction(digits) * Fraction(10) ** exponent / int(denominator)
+    value = Fraction(digits) * Fraction(10) ** int(exponent) / int(denominator)
     return -value if negative else value

@@ -130,6 +130,8 @@ class Worker:
         """Exit code, -signal, or None while it runs; a dead one is not reaped, so its id stays ours until `kill`."""
         if self.process.returncode is not None:
             return self.process.returncode
+        if not hasattr(os, "waitid"):
+            return self.process.poll()
         try:
             info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # reaped by another thread just now

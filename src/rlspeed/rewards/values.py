@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import numbers
 import traceback
@@ -12,6 +13,7 @@ from typing import Any
 
 MAX_TEXT = 200
 MAX_TRACE = 6000
+MAX_ENTRIES = 100_000
 _HERE = Path(__file__).parent
 _HIDDEN = {str(_HERE / name) for name in ("load.py", "call.py", "lanes.py", "worker.py")}
 ATOMS = (str, int, float, bool, bytes, type(None))
@@ -53,7 +55,8 @@ def loggable(value: Any, depth: int = 8) -> Any:
         if isinstance(value, Mapping):
             return {str(k): loggable(v, depth - 1) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
-            return [loggable(v, depth - 1) for v in value]
+            entries = list(itertools.islice(value, MAX_ENTRIES + 1))
+            return short(value) if len(entries) > MAX_ENTRIES else [loggable(v, depth - 1) for v in entries]
         if hasattr(value, "tolist"):
             return loggable(value.tolist(), depth - 1)
     except Exception:
@@ -139,9 +142,10 @@ def items(value: Any, expected: int, what: str = "a list") -> list[Any]:
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
         raise BadValue(f"got {short(value)} of type {type(value).__name__}, expected {what} of {expected} numbers")
-    if len(value) != expected:
+    entries = list(itertools.islice(value, expected + 1))  # a subclass may lie about its length
+    if len(value) != expected or len(entries) != expected:
         raise BadValue(f"got {len(value)}, expected {expected}: one for each answer")
-    return list(value)
+    return entries
 
 
 def _number(value: Any) -> float:

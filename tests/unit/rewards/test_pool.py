@@ -72,7 +72,7 @@ def test_a_failing_batch_function_fails_all_its_samples(make_pool: Make, make_sa
     )
     assert [s.total for s in pool.score(make_samples(3))] == [None] * 3
     stop = make_pool("def f(completions, **kw): raise ValueError('x')")
-    with pytest.raises(RewardError, match="data row 10, answer 0; data row 11, answer 1; .*; and 2 more"):
+    with pytest.raises(RewardError, match=r"data row 10, answer 0; data row 11, answer 1; .*; and 2 more"):
         stop.score(make_samples(6))
 
 
@@ -124,7 +124,7 @@ def test_sigalrm_in_a_thread_is_an_error_that_says_what_to_do(make_pool: Make, m
             return 1.0
         """
     )
-    with pytest.raises(RewardError, match="set reward.workers to 1 or more: the function uses signals"):
+    with pytest.raises(RewardError, match=r"set reward\.workers to 1 or more: the function uses signals"):
         pool.score(make_samples(1))
 
 
@@ -236,7 +236,7 @@ def test_functions_may_raise_anything(error: str, make_pool: Make, make_samples:
 
 
 def test_answers_are_scored_while_others_are_still_to_come(make_pool: Make, make_samples: Samples) -> None:
-    """The function's first call is over before the second answer is submitted; the batch function sees both at the end."""
+    """The first call has begun before the second answer is submitted; the batch function sees both at the end."""
     pool = make_pool(
         """
         import threading

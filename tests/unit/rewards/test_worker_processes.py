@@ -96,15 +96,17 @@ def test_functions_with_sigalrm_work_in_workers(make_pool: Make, make_samples: S
     assert pool.score([second])[0].total == 1.0
 
 
-def test_a_timed_out_worker_is_killed_and_replaced(make_pool: Make, make_samples: Samples) -> None:
-    """Masked with the reason; a loop in C that holds the interpreter (a hopeless regular expression) is ended too."""
+def test_a_timed_out_worker_is_killed_and_replaced(make_pool: Make, make_samples: Samples, tmp_path: Path) -> None:
+    """Masked with the reason; C code that holds the interpreter (a hopeless pattern) is ended, and what it started."""
     pool = make_pool(
-        """
-        import os, re
+        f"""
+        import os, re, subprocess
         def f(solution_str, extra_info):
             if extra_info["index"] == 1:
+                child = subprocess.Popen(["sleep", "1000"])
+                open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
                 re.match(r"(a+)+b", "a" * 60)
-            return {"score": 1.0, "pid": os.getpid()}
+            return {{"score": 1.0, "pid": os.getpid()}}
         """,
         workers=1,
         timeout_seconds=1.0,
@@ -115,6 +117,7 @@ def test_a_timed_out_worker_is_killed_and_replaced(make_pool: Make, make_samples
     assert "within 1 s" in str(scores[1].failed)
     assert scores[0].extra["pid"] != scores[2].extra["pid"]
     assert wait_until_gone(scores[0].extra["pid"])
+    assert wait_until_gone(int((tmp_path / "child").read_text()))
 
 
 def test_a_dead_worker_is_replaced_once_and_its_call_is_not_repeated(
