@@ -13,7 +13,6 @@ from rlspeed.planning.devices import Placement, Role
 from rlspeed.planning.fit import Forecast
 from rlspeed.planning.machine import GIB
 from rlspeed.planning.report import Report
-from rlspeed.planning.reshard import ReshardPlan
 
 COLOURS = {
     Role.ACTOR: "green",
@@ -46,7 +45,7 @@ def show_report(
         for line in (*_role_lines(report), *_memory_lines(report.forecasts), *_floor_lines(report)):
             out.print(line, highlight=False, markup=False)
     if with_plan:
-        _show_plan(out, report.plan)
+        _show_plan(out, report)
     if smoke is not None:
         _show_smoke(out, smoke)
     for path in unknown:
@@ -166,10 +165,15 @@ def _floor_lines(report: Report) -> list[str]:
     return [f"floor: {f.phase}: at least {f.seconds:.3g} s, bound by {f.bound}" for f in report.floors]
 
 
-def _show_plan(out: Console, plan: ReshardPlan | None) -> None:
+def _show_plan(out: Console, report: Report) -> None:
     """Bytes of the transition per pair of ranks."""
-    if plan is None:
+    plan = report.plan
+    if not report.received:
         out.print("transition: no plan (give the trainer's YAML with a model that is here)", highlight=False)
+        return
+    if plan is None:
+        most = max(report.received.values())
+        out.print(f"transition: at most {most / 1e9:.3f} GB into a rank; too many ranks to list pairs", highlight=False)
         return
     received, sent, copied = plan.bytes_received(), plan.bytes_sent(), plan.bytes_copied()
     pairs = plan.bytes_by_pair()

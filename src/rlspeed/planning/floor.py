@@ -13,7 +13,6 @@ from typing import Literal
 from rlspeed.planning.devices import DeviceMap, Placement, Role
 from rlspeed.planning.machine import DeviceKind, Machine
 from rlspeed.planning.memory import Phase, RunSize
-from rlspeed.planning.reshard import ReshardPlan
 from rlspeed.planning.shape import ModelShape
 
 # what an Adam step reads and writes per parameter: gradient, master, two moments read; three written; the weight
@@ -35,11 +34,12 @@ def floor_times(
     shapes: Mapping[Role, ModelShape],
     size: RunSize,
     machine: Machine,
-    plan: ReshardPlan | None = None,
+    received: Mapping[int, int] | None = None,
 ) -> tuple[Floor, ...]:
     """Floors of the phases of one step in which every sequence has its full length.
 
-    Phases on devices that are not in the table of device data, or on the host, are left out. plan: of the transition.
+    Phases on devices that are not in the table of device data, or on the host, are left out. received: bytes of the
+    transition into each rank.
     """
     out = []
     actor = _on_device(devices, shapes, Role.ACTOR, machine)
@@ -56,8 +56,8 @@ def floor_times(
         out.append(_update_floor("update critic", *critic, size))
     if actor is not None:
         out.append(_update_floor("update actor", *actor, size))
-        if plan is not None:
-            out.append(transition_floor(plan, actor[2]))
+        if received:
+            out.append(transition_floor(received, actor[1], actor[2], size, tp=devices.roles[Role.ROLLOUT].tp))
     return tuple(out)
 
 
@@ -82,13 +82,15 @@ def generation_floor(place: Placement, shape: ModelShape, kind: DeviceKind, size
     return Floor(phase="generation", seconds=seconds, bound="compute" if in_compute > seconds / 2 else "memory")
 
 
-def transition_floor(plan: ReshardPlan, kind: DeviceKind) -> Floor:
-    """The busiest rank's bytes over its link, or the copies inside its memory, whichever takes longer."""
-    busiest = max((*plan.bytes_received().values(), *plan.bytes_sent().values()), default=0)
+def transition_floor(
+    received: Mapping[int, int], shape: ModelShape, kind: DeviceKind, size: RunSize, *, tp: int = 1
+) -> Floor:
+    """The busiest rank's bytes over its link, or the copies of what it keeps, whichever takes longer."""
+    busiest = max(received.values(), default=0)
     link = busiest / kind.link_bytes_per_second
-    copied = 2.0 * max(plan.bytes_copied().values(), default=0) / kind.memory_bytes_per_second
-    if len(plan.ranks) == 1:  # the generator reads the actor's weights
-        copied = 0.0
+    kept = max(size.element_bytes * shape.num_params // tp - busiest, 0)
+    # a read and a write; on one rank the generator reads the actor's weights
+    copied = 2.0 * kept / kind.memory_bytes_per_second if len(received) > 1 else 0.0
     return Floor(phase="transition", seconds=max(link, copied), bound="link" if link > copied else "memory")
 
 

@@ -17,7 +17,9 @@ from rlspeed.planning.machine import Machine
 from rlspeed.planning.memory import run_size
 from rlspeed.planning.reshard import ReshardPlan, plan_reshard
 from rlspeed.planning.shape import ModelShape
-from rlspeed.planning.transition import generation_mesh, training_mesh, transition_requests
+from rlspeed.planning.transition import generation_mesh, received_bytes, training_mesh, transition_requests
+
+MOST_PLANNED_RANKS = 64  # more are only counted: a list of millions of moves helps nobody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class Report:
     notes: tuple[str, ...]
     forecasts: tuple[Forecast, ...]
     floors: tuple[Floor, ...]
+    received: Mapping[int, int]
     plan: ReshardPlan | None
     vllm: bool
 
@@ -63,7 +66,7 @@ class Report:
             ],
             "memory": [_forecast(f) for f in self.forecasts],
             "floors": [{"phase": f.phase, "seconds": f.seconds, "bound": f.bound} for f in self.floors],
-            "transition": _plan(self.plan),
+            "transition": {"received": dict(self.received), **_plan(self.plan)},
         }
 
 
@@ -98,12 +101,13 @@ def inspect_run(
     said = [*notes(now), *_unused(mapping, roles, profile)]
     forecasts: tuple[Forecast, ...] = ()
     floors: tuple[Floor, ...] = ()
+    received: dict[int, int] = {}
     plan = None
     if known and profile is not None and not devices.check():
-        plan = _transition(devices, known, machine)
+        received, plan = _transition(devices, known, machine)
         size = run_size(profile, element_bytes=element_bytes(profile, machine), vllm=vllm)
         forecasts = forecast(devices, known, size, machine)
-        floors = floor_times(devices, known, size, machine, plan)
+        floors = floor_times(devices, known, size, machine, received)
     return Report(
         devices=devices,
         machine=machine,
@@ -112,6 +116,7 @@ def inspect_run(
         notes=tuple(said),
         forecasts=forecasts,
         floors=floors,
+        received=received,
         plan=plan,
         vllm=vllm,
     )
@@ -156,17 +161,24 @@ def names_devices(mapping: DeviceMapping) -> bool:
     return any(isinstance(p, int) for s in sections if s is not None for p in s.device_mesh or ())
 
 
-def _transition(devices: DeviceMap, shapes: Mapping[Role, ModelShape], machine: Machine) -> ReshardPlan | None:
-    """The plan between training and generation, cut to fit each other."""
+def _transition(
+    devices: DeviceMap, shapes: Mapping[Role, ModelShape], machine: Machine
+) -> tuple[dict[int, int], ReshardPlan | None]:
+    """Bytes into each rank, and the plan between training and generation, cut to fit each other."""
     shape = shapes.get(Role.ACTOR)
     actor, rollout = devices.roles.get(Role.ACTOR), devices.roles.get(Role.ROLLOUT)
     if shape is None or actor is None or rollout is None:
-        return None
+        return {}, None
     try:
-        requests = transition_requests(shape, training_mesh(actor), generation_mesh(actor, rollout), aligned=True)
-        return plan_reshard(requests, ranks_per_node=machine.num_devices if machine.nodes > 1 else None)
+        train, generation = training_mesh(actor), generation_mesh(actor, rollout)
+        received = received_bytes(shape, train, generation, aligned=True)
+        if len(actor.ranks) > MOST_PLANNED_RANKS:
+            return received, None
+        requests = transition_requests(shape, train, generation, aligned=True)
+        per_node = machine.num_devices if machine.nodes > 1 else None
+        return received, plan_reshard(requests, ranks_per_node=per_node)
     except RlspeedError:  # degrees that do not fit the heads are among the faults already
-        return None
+        return {}, None
 
 
 def _unused(mapping: DeviceMapping, roles: tuple[Role, ...], profile: Profile | None) -> list[str]:
@@ -213,12 +225,11 @@ def _forecast(found: Forecast) -> dict[str, Any]:
     }
 
 
-def _plan(plan: ReshardPlan | None) -> dict[str, Any] | None:
+def _plan(plan: ReshardPlan | None) -> dict[str, Any]:
     if plan is None:
-        return None
+        return {}
     return {
         "bytes": plan.num_bytes,
-        "received": plan.bytes_received(),
         "sent": plan.bytes_sent(),
         "copied": plan.bytes_copied(),
         "pairs": [{"src": a, "dst": b, "bytes": n} for (a, b), n in plan.bytes_by_pair().items()],

@@ -7,12 +7,13 @@ its generation shard (HybridFlow, section 5.3), so a rank receives only what it 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from rlspeed.errors import Fault, LayoutError
 from rlspeed.planning.devices import Placement
 from rlspeed.planning.layout import Layout, Mesh
-from rlspeed.planning.reshard import TensorRequest
+from rlspeed.planning.reshard import TensorRequest, least_bytes
 from rlspeed.planning.shape import ModelShape, WeightShape
 
 DP, TP = "dp_shard", "tp"
@@ -133,6 +134,23 @@ def transition_requests(
         )
         for w in shape.weights()
     )
+
+
+def received_bytes(
+    shape: ModelShape, train: Mesh, generation: GenerationMesh, *, aligned: bool, element_bytes: int = 2
+) -> dict[int, int]:
+    """Bytes that each generation rank receives, without making a plan: any plan of `plan_reshard` has just these.
+
+    Weights of the same shape and cut are counted once and multiplied, so a thousand ranks take a second.
+    """
+    kinds = Counter((w.shape, w.tp_dim, w.heads) for w in shape.weights())
+    out = dict.fromkeys(generation.mesh.ranks, 0)
+    for (size, tp_dim, heads), count in kinds.items():
+        weight = WeightShape(name=f"weight {size}", shape=size, tp_dim=tp_dim, heads=heads)
+        src = training_layout(weight, train, aligned=aligned)
+        for rank, least in least_bytes(size, src, generation_layout(weight, generation), element_bytes).items():
+            out[rank] += count * least
+    return out
 
 
 def _whole_heads(weight: WeightShape, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Mesh, tuple[str, ...]]:

@@ -15,9 +15,8 @@ from rlspeed.planning.fit import forecast, memory_faults
 from rlspeed.planning.floor import floor_times, transition_floor
 from rlspeed.planning.machine import DEVICE_KINDS, GIB, Machine, assume
 from rlspeed.planning.memory import RunSize, activation_bytes, layer_activation_bytes, predict_memory, run_size
-from rlspeed.planning.reshard import plan_reshard
 from rlspeed.planning.shape import ModelShape
-from rlspeed.planning.transition import Mesh, interval_generation, transition_requests
+from rlspeed.planning.transition import Mesh, interval_generation, received_bytes
 
 QWEN_1_5B = ModelShape.from_config(
     {
@@ -246,16 +245,17 @@ def test_no_floor_without_public_data_of_the_device() -> None:
 
 
 def test_transition_floor() -> None:
-    """13.3 GB per rank over 450 GB/s; on one rank nothing moves."""
+    """13.3 GB per rank over 450 GB/s; on one rank nothing moves; an aligned transition costs the copy alone."""
     kind = DEVICE_KINDS["H200"]
     train = Mesh.of(range(8), dp_shard=8, tp=1)
-    plan = plan_reshard(transition_requests(QWEN_7B, train, interval_generation(train, 1), aligned=True))
-    floor = transition_floor(plan, kind)
+    gathered = received_bytes(QWEN_7B, train, interval_generation(train, 1), aligned=True)
+    floor = transition_floor(gathered, QWEN_7B, kind, SIZE)
     assert floor.bound == "link"
     assert floor.seconds == pytest.approx(13.327e9 / 450e9, rel=0.001)
-    alone = Mesh.of([0], dp_shard=1, tp=1)
-    still = plan_reshard(transition_requests(QWEN_1_5B, alone, interval_generation(alone, 1), aligned=True))
-    assert transition_floor(still, kind).seconds == 0.0
+    assert transition_floor({0: 0}, QWEN_1_5B, kind, SIZE).seconds == 0.0
+    still = transition_floor({0: 0, 1: 0}, QWEN_1_5B, kind, SIZE, tp=2)
+    assert still.bound == "memory"
+    assert still.seconds == pytest.approx(2 * QWEN_1_5B.num_params / kind.memory_bytes_per_second)
 
 
 def test_workload_of_a_model_is_its_training_flops() -> None:

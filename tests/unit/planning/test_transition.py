@@ -11,6 +11,7 @@ from rlspeed.planning.shape import ModelShape
 from rlspeed.planning.transition import (
     interval_generation,
     own_generation,
+    received_bytes,
     training_layout,
     transition_requests,
 )
@@ -101,6 +102,7 @@ def test_aligned_fsdp_bytes(tg: int, gigabytes: float) -> None:
     train = Mesh.of(range(8), dp_shard=8, tp=1)
     plan = plan_reshard(transition_requests(QWEN_7B, train, interval_generation(train, tg), aligned=True))
     received = set(plan.bytes_received().values())
+    assert received_bytes(QWEN_7B, train, interval_generation(train, tg), aligned=True) == plan.bytes_received()
     assert len(received) == 1
     assert received == set(plan.bytes_sent().values())
     assert received.pop() / 1e9 == pytest.approx(gigabytes, abs=0.05)
