@@ -1,6 +1,7 @@
 """YAML files and key.path=value words to a Profile, with the origin of every value and all faults in one error.
 
-Layers, later ones win: defaults of the schema, a packaged profile, the user's file (with its device mapping), overrides.
+Layers, later ones win: defaults of the schema, a packaged profile, the user's file (with its device mapping),
+overrides.
 """
 
 from __future__ import annotations
@@ -287,7 +288,9 @@ def all_keys(model: type[BaseModel] = Profile, prefix: str = "") -> list[str]:
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Sections that a field holds, directly or optionally; lists of sections are left out (their items have numbers)."""
+    """Sections that a field holds, directly or optionally; lists of sections are left out (their items have
+    numbers).
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if getattr(annotation, "__origin__", None) in (list, dict, tuple):

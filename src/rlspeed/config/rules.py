@@ -32,7 +32,11 @@ def groups_need_two_answers(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     p = loaded.profile
     if p.algorithm.kind in GROUP_KINDS and p.rollout.n < 2:
         yield _fault(
-            loaded, "rollout.n", f"{p.rollout.n} with algorithm.kind={p.algorithm.kind}", "at least 2", "set rollout.n=8"
+            loaded,
+            "rollout.n",
+            f"{p.rollout.n} with algorithm.kind={p.algorithm.kind}",
+            "at least 2",
+            "set rollout.n=8",
         )
 
 
@@ -78,18 +82,6 @@ def minibatch_fits_the_batch(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     if size is not None and (size > p.data.batch_size or p.data.batch_size % size):
         yield _fault(
             loaded, "algorithm.mini_batch_size", f"{size}", f"a divisor of data.batch_size {p.data.batch_size}"
-        )
-
-
-def there_is_a_reward(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
-    """Without a reward nothing can be learned."""
-    p = loaded.profile
-    if not p.reward.functions and p.reward.model.path is None:
-        yield _fault(
-            loaded,
-            "reward",
-            "neither reward.functions nor reward.model.path is set",
-            fix="e.g. reward.functions='[{path: my_rewards.py:compute_score}]' or 'reward.functions=[{path: builtin:math}]'",
         )
 
 
@@ -154,7 +146,11 @@ def keys_without_effect_are_refused(loaded: LoadedProfile, _: int) -> Iterator[F
             ("rollout.correction_threshold", "rollout.correction_lower"),
             "needs rollout.correction",
         ),
-        (p.reward.model.path is None, ("reward.model.weight", "reward.model.use_chat_template"), "needs reward.model.path"),
+        (
+            p.reward.model.path is None,
+            ("reward.model.weight", "reward.model.use_chat_template"),
+            "needs reward.model.path",
+        ),
         (p.reward.on_failure == "stop", ("reward.max_failed_share",), "needs reward.on_failure=mask"),
         (
             p.data.val_files is None,
@@ -201,7 +197,9 @@ def not_yet(loaded: LoadedProfile, world_size: int) -> Iterator[Fault]:
     actor = p.model.actor
     if actor.use_vllm_for_generation or (p.devices.actor is not None and p.devices.actor.use_vllm):
         key = "devices.actor.use_vllm" if not actor.use_vllm_for_generation else "model.actor.use_vllm_for_generation"
-        yield _fault(loaded, key, "true", "false", "generation with vLLM cannot be done yet; use the built-in generator")
+        yield _fault(
+            loaded, key, "true", "false", "generation with vLLM cannot be done yet; use the built-in generator"
+        )
     for key, value in (
         ("model.actor.use_3d_hybrid_engine", actor.use_3d_hybrid_engine),
         ("model.actor.enable_auto_repartition_for_training", actor.enable_auto_repartition_for_training),
@@ -227,7 +225,9 @@ def not_yet(loaded: LoadedProfile, world_size: int) -> Iterator[Fault]:
         if placement.strategy == "none" and world_size > 1:
             yield _fault(loaded, f"{where}.strategy", "none on several ranks", "fsdp2", "cannot be done yet")
         if placement.use_cpu_offload and placement.device_mesh != ["cpu"]:
-            yield _fault(loaded, f"{where}.use_cpu_offload", "true", "false, or device_mesh: [cpu]", "cannot be done yet")
+            yield _fault(
+                loaded, f"{where}.use_cpu_offload", "true", "false, or device_mesh: [cpu]", "cannot be done yet"
+            )
     apart = {m for r, m in meshes.items() if not (r == "reward_model" and m == ("cpu",))}
     whole = tuple(range(world_size))
     if any(m not in (whole, ("cpu",)) for m in apart) or len(apart) > 1:
@@ -242,7 +242,6 @@ RULES = (
     lengths_fit,
     longest_sequence_fits_a_bin,
     minibatch_fits_the_batch,
-    there_is_a_reward,
     adaptive_kl_is_in_the_reward,
     keys_without_effect_are_refused,
     greedy_groups_are_equal,

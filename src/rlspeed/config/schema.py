@@ -206,7 +206,7 @@ class RewardFunction(Section):
     """One reward function."""
 
     path: str
-    """`module:function`, `file.py:function`, or `builtin:NAME`: exact_number, regex, math, gsm8k."""
+    """`module:function`, `file.py:function`, or `builtin:NAME`: exact_number, regex, format, length, math, gsm8k."""
     weight: float = 1.0
     """Weight in the sum of rewards."""
     name: str | None = None
@@ -232,7 +232,7 @@ class Reward(Section):
     """How answers are scored."""
 
     functions: list[RewardFunction] = []
-    """Reward functions; their weighted sum is the reward."""
+    """Their weighted sum is the reward; with none and no reward model the built-in rule of the row's data_source."""
     model: RewardModel = RewardModel()
     timeout_seconds: PositiveFloat = 60.0
     """Longest time for one call of a function."""

@@ -58,7 +58,7 @@ def read_document(path: Path) -> Document:
         _walk(node, (), path, lines, faults)
         if faults:
             raise ConfigError(faults)
-        data = {} if node is None else yaml.load(text, Loader=_Loader)  # noqa: S506
+        data = {} if node is None else yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
@@ -96,6 +96,6 @@ def read_value(text: str) -> Any:
         ValueError: not YAML.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(getattr(error, "problem", None) or str(error)) from error

@@ -17,9 +17,9 @@ _PR_SET_PDEATHSIG = 1
 def launch(words: Sequence[str], processes: int) -> int:
     """Run `python -m rlspeed train WORDS` in `processes` processes on this node; returns the exit code.
 
-    The port is chosen when it is bound, so several runs on one host do not meet. The first process that fails ends the others;
-    its own error is already on stderr, so only its rank and code are added. SIGTERM goes to all processes, and when each of them
-    has saved and left with 0 the code is 0.
+    The port is chosen when it is bound, so several runs on one host do not meet. The first process that fails ends the
+    others; its own error is already on stderr, so only its rank and code are added. SIGTERM goes to all processes, and
+    when each of them has saved and left with 0 the code is 0.
     """
     config = LaunchConfig(
         min_nodes=1,

@@ -61,10 +61,11 @@ class LoadedFunction:
 
 
 def specs_of(cfg: Reward) -> tuple[FunctionSpec, ...]:
-    """The configured functions with their names filled in.
+    """The configured functions with their names filled in; with neither functions nor a reward model the built-in rule
+    of each row's data_source.
 
     Raises:
-        ConfigError: two functions with one name; no function and no reward model.
+        ConfigError: two functions with one name.
     """
     specs = tuple(
         FunctionSpec(
@@ -77,15 +78,9 @@ def specs_of(cfg: Reward) -> tuple[FunctionSpec, ...]:
         )
         for i, f in enumerate(cfg.functions)
     )
-    faults = []
     if not specs and cfg.model.path is None:
-        faults.append(
-            Fault(
-                where="reward",
-                found="no reward at all: reward.functions is empty and reward.model.path is null",
-                fix="add a function, e.g. reward.functions: [{path: builtin:exact_number}]",
-            )
-        )
+        specs = (FunctionSpec(path="builtin:data_source", name="data_source", where="reward"),)
+    faults = []
     seen: dict[str, FunctionSpec] = {"model": FunctionSpec(path="", name="model", where="reward.model")}
     for spec in specs:
         if spec.name in seen:

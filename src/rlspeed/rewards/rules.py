@@ -99,6 +99,37 @@ def gsm8k(
     return rule
 
 
+class DataSourceRule:
+    """The rule that belongs to the row's `data_source`, as verl's users expect without configuring a reward.
+
+    openai/gsm8k: gsm8k; mathematics (MATH and its subsets, AIME, AMC, DAPO, numina_*, deepscaler): math.
+    """
+
+    def __init__(self) -> None:
+        self._gsm8k = gsm8k()
+        self._math = MathRule()
+
+    def __call__(self, data_source: str, solution_str: str, ground_truth: Any) -> Result:
+        """verl's signature.
+
+        Raises:
+            ValueError: a data source without a built-in rule.
+        """
+        name = (data_source or "").lower()
+        if name.endswith("gsm8k"):
+            return self._gsm8k(solution_str, ground_truth)
+        if any(part in name for part in MATH_SOURCES):
+            return self._math(solution_str, ground_truth)
+        raise ValueError(
+            f"no built-in rule for data_source {data_source!r} (known: gsm8k, {', '.join(MATH_SOURCES)}); "
+            "set reward.functions"
+        )
+
+    def close(self) -> None:
+        """End the helper of the mathematical rule."""
+        self._math.close()
+
+
 def tagged(
     *, tags: Sequence[str] = ("think", "answer"), score: float = 1.0, wrong_score: float = 0.0
 ) -> Callable[..., Result]:
@@ -134,7 +165,10 @@ def _result(correct: bool, score: float, wrong_score: float, pred: str | None) -
     return {"score": score if correct else wrong_score, "acc": float(correct), "pred": pred or ""}
 
 
+MATH_SOURCES = ("math", "aime", "amc", "numina", "dapo", "deepscaler", "olympiad")
+
 BUILTINS: dict[str, Callable[..., Callable[..., Any]]] = {
+    "data_source": DataSourceRule,
     "exact_number": exact_number,
     "format": tagged,
     "gsm8k": gsm8k,

@@ -1,4 +1,4 @@
-"""The built-in generator: continuous batching over the actor's own weights, each prompt prefilled once for its group."""
+"""The built-in generator: continuous batching over the actor's weights, one prefill for the answers of a prompt."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class _Active:
 class BuiltinGenerator:
     """Generates with the weights that `weights` names, read afresh at every `load`; a plain module's are used in place.
 
-    max_concurrent: sequences in flight; further ones wait. max_length: prompt and answer together; an answer that reaches it
-    ends with "length". should_stop: asked before every token; True raises GenerationStopped. on_finished: called with each
-    answer the moment it is complete.
+    max_concurrent: sequences in flight; further ones wait. max_length: prompt and answer together; an answer that
+    reaches it ends with "length". should_stop: asked before every token; True raises GenerationStopped. on_finished:
+    called with each answer the moment it is complete.
     """
 
     def __init__(
@@ -184,7 +184,8 @@ class BuiltinGenerator:
         if a.tokens[-1] in sampling.stop_token_ids:
             return "stop"
         if sampling.stop and self.tokenizer is not None:
-            # the end of the text is enough: a stop string of n characters spans at most n tokens, plus one cut in the middle
+            # the end of the text is enough: a stop string of n characters spans at most n tokens, plus one cut in the
+            # middle
             longest = max(len(s) for s in sampling.stop) + 8
             text = self.tokenizer.decode(a.tokens[-longest:], skip_special_tokens=True)
             if any(s in text for s in sampling.stop):

@@ -37,7 +37,7 @@ class Layer:
 
 
 class Cache:
-    """Keys and values of the sequences in flight: [layers][slots, Hkv, L, D], one slot per sequence, slots 0..B-1 in use."""
+    """Keys and values in flight: [layers][slots, Hkv, L, D]; one slot per sequence, slots 0..B-1 are in use."""
 
     def __init__(self, config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
         width = head_width(config)
@@ -73,7 +73,11 @@ class Decoder:
                 )
             )
         self.config = config
-        self.heads, self.kv_heads, self.width = config.num_attention_heads, config.num_key_value_heads, head_width(config)
+        self.heads, self.kv_heads, self.width = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_width(config),
+        )
         self.eps = config.rms_norm_eps
         self.scale = self.width**-0.5
         device = model.model.rotary_emb.inv_freq.device
@@ -127,7 +131,7 @@ class Decoder:
         return F.linear(F.silu(F.linear(x, layer.gate)) * F.linear(x, layer.up), layer.down)
 
     def prefill(self, prompts: list[tuple[int, ...]], cache: Cache, slots: list[int], backend: str) -> Tensor:
-        """Run prompts packed, put their keys and values into `slots`, return the logits [P, V] after their last tokens."""
+        """Run prompts packed, keep keys and values in `slots`; returns the logits [P, V] after their last tokens."""
         device = self.embed.device
         lengths = tuple(len(p) for p in prompts)
         ids = torch.tensor([t for p in prompts for t in p], device=device)
@@ -142,9 +146,7 @@ class Decoder:
             q, k, v = self._qkv(layer, self._rms(x, layer.norm1), cos, sin)
             cache.keys[i, rows, :, positions] = k
             cache.values[i, rows, :, positions] = v
-            out = varlen_attention(
-                q, k, v, bounds, lengths, max_seqlen=max(lengths), scale=self.scale, backend=backend
-            )
+            out = varlen_attention(q, k, v, bounds, lengths, max_seqlen=max(lengths), scale=self.scale, backend=backend)
             x = x + F.linear(out.reshape(x.shape[0], -1), layer.o)
             x = x + self._mlp(layer, self._rms(x, layer.norm2))
         last = bounds[1:].long() - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from rlspeed.config.schema import Profile
 from rlspeed.data.prompts import PromptTable
 from rlspeed.engine.world import World
 from rlspeed.rewards.pool import RewardPool
-from rlspeed.rewards.types import Sample, Score
+from rlspeed.rewards.types import Sample, Score, add_model_scores
 from rlspeed.rollout.generator import Generator
 from rlspeed.rollout.types import GenerationStopped, Prompt, Rollout, SamplingParams
 from rlspeed.training.batches import Answer
@@ -86,7 +86,7 @@ class Collector:
             rows={group: rows[group] for group in range(self.world.rank, len(rows), self.world.size)},
         )
 
-    def score(self, table: PromptTable, collected: Collected) -> list[Answer]:
+    def score(self, table: PromptTable, collected: Collected, step: int) -> list[Answer]:
         """Rewards of this rank's answers; fills `collected.scores`.
 
         Raises:
@@ -94,7 +94,7 @@ class Collector:
         """
         places = list(collected.rollouts)
         samples = [self._sample(table, collected, place, i) for i, place in enumerate(places)]
-        scores = self.pool.score(samples) if samples else []
+        scores = self.pool.score(samples, step=step) if samples else []
         if self.scorer is not None and samples:
             scores = add_model_scores(scores, self.scorer.score(samples), self.profile.reward.model.weight)
         collected.scores.update(zip(places, scores))
@@ -164,12 +164,3 @@ class Collector:
             trains=score.total is not None,
             truncated=rollout.finish == "length",
         )
-
-
-def add_model_scores(scores: Sequence[Score], extra: Sequence[float], weight: float) -> list[Score]:
-    """The reward model's scores as one more part of each total."""
-    out = []
-    for score, value in zip(scores, extra):
-        total = None if score.failed is not None else (score.total or 0.0) + weight * value
-        out.append(replace(score, total=total, parts={**score.parts, "model": value}))
-    return out

@@ -136,7 +136,7 @@ class Job:
             return
         metrics = StepMetrics()
         with self._phase("testing"):
-            collected = validate(self.setup.parts, self.setup.val_table, metrics)
+            collected = validate(self.setup.parts, self.setup.val_table, self.step, metrics)
         self._log(metrics)
         self.validated.add(self.step)
         rows = self.setup.parts.collector.dump(self.setup.val_table, collected, self.step)

@@ -73,7 +73,7 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
             parts.train_table, rows, n=cfg.rollout.n, sampling=parts.collector.sampling, stream=step
         )
     with clock.phase("reward"):
-        table = gather_table(world, parts.collector.score(parts.train_table, collected))
+        table = gather_table(world, parts.collector.score(parts.train_table, collected, step))
     table = leave_out(table, filter_groups=cfg.algorithm.filter_groups)
     record_answers(metrics, table, world)
     record_parts(metrics, collected.scores.values())

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rlspeed.config.schema import Profile
 from rlspeed.data.prompts import PromptStream, PromptTable, load_prompts
 from rlspeed.data.render import load_tokenizer
@@ -74,7 +76,7 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
         world=world,
         tokenizer=tokenizer,
         generator=_generator(profile, roles, tokenizer, world, stop),
-        pool=RewardPool(profile.reward),
+        pool=RewardPool(profile.reward, max_steps=total_steps),
         scorer=_scorer(profile, world, precision),
         sampling=sampling,
         stop=stop,
@@ -125,6 +127,9 @@ def _scorer(profile: Profile, world: World, precision: Precision) -> Any:
         return None
     from rlspeed.rewards.model import RewardModelScorer
 
+    place = profile.devices.reward_model
+    if place is not None and place.device_mesh == ["cpu"]:
+        return RewardModelScorer(profile.reward.model, torch.device("cpu"), torch.float32)
     return RewardModelScorer(profile.reward.model, world.device, precision.compute)
 
 

@@ -16,7 +16,7 @@ from rlspeed.training.val_metrics import ValAnswer, validation_metrics
 VALIDATION_STREAM = 1 << 40
 
 
-def validate(parts: Parts, table: PromptTable, metrics: StepMetrics) -> Collected:
+def validate(parts: Parts, table: PromptTable, step: int, metrics: StepMetrics) -> Collected:
     """Answer every prompt of `table` once per validation_n and add the results to `metrics`; returns this rank's
     answers.
 
@@ -31,7 +31,7 @@ def validate(parts: Parts, table: PromptTable, metrics: StepMetrics) -> Collecte
     collected = collector.generate(
         table, range(count), n=cfg.run.validation_n, sampling=sampling, stream=VALIDATION_STREAM
     )
-    collector.score(table, collected)
+    collector.score(table, collected, step)
     mine = [_val_answer(table, collected, place) for place in collected.rollouts]
     scored = [a for part in parts.world.gather_objects([a for a in mine if a is not None]) for a in part]
     for name, value in validation_metrics(sorted(scored, key=lambda a: a.prompt_id)).items():

@@ -143,9 +143,9 @@ def test_names_default_to_the_function_and_must_differ() -> None:
     assert [(s.name, s.weight) for s in specs_of(named)] == [("gsm8k", 1.0), ("b", 2.0)]
 
 
-def test_no_reward_at_all_is_refused_and_a_model_alone_is_enough() -> None:
-    with pytest.raises(ConfigError, match="no reward at all"):
-        specs_of(Reward())
+def test_without_functions_the_data_source_decides_and_a_model_alone_is_enough() -> None:
+    (spec_,) = specs_of(Reward())
+    assert (spec_.path, spec_.name) == ("builtin:data_source", "data_source")
     assert specs_of(Reward(model=RewardModel(path="somewhere"))) == ()
 
 

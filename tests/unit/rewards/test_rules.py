@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from fractions import Fraction
 from typing import Any
 
@@ -207,6 +208,14 @@ def test_wrong_arguments_of_rules_are_configuration_errors(name: str, kwargs: di
     with pytest.raises(ConfigError) as caught:
         load_function(FunctionSpec(path=f"builtin:{name}", name=name, kwargs=kwargs))
     assert words in str(caught.value), str(caught.value)
+
+
+def test_data_source_picks_the_rule_and_names_an_unknown_one() -> None:
+    with closing(BUILTINS["data_source"]()) as rule:
+        assert rule("openai/gsm8k", "so\n#### 72", "72")["score"] == 1.0
+        assert rule("lighteval/MATH", "thus \\boxed{3}", "3")["score"] == 1.0
+        with pytest.raises(ValueError, match="no built-in rule for data_source 'poems'"):
+            rule("poems", "a rose", "is a rose")
 
 
 def test_every_rule_is_described_in_the_documentation() -> None:

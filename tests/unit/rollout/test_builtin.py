@@ -19,7 +19,9 @@ GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, stop_token_ids=(2,))
 def requests(prompts: list[tuple[int, ...]], n: int = 1) -> list[Prompt]:
     """n answers to each prompt, each with a seed of its own."""
     return [
-        Prompt(prompt_id=i, sample_id=s, token_ids=p, seed=1000 * i + s) for i, p in enumerate(prompts) for s in range(n)
+        Prompt(prompt_id=i, sample_id=s, token_ids=p, seed=1000 * i + s)
+        for i, p in enumerate(prompts)
+        for s in range(n)
     ]
 
 
@@ -29,7 +31,7 @@ def model(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> torch
     return load_causal_lm(str(tiny_models[request.param]), dtype=torch.float32, attention="sdpa").eval()
 
 
-@pytest.fixture()
+@pytest.fixture
 def llama(tiny_models: dict[str, Path]) -> torch.nn.Module:
     """The smallest family."""
     return load_causal_lm(str(tiny_models["llama"]), dtype=torch.float32, attention="sdpa").eval()
@@ -78,7 +80,7 @@ def test_batch_composition_does_not_matter(llama: torch.nn.Module) -> None:
 
 
 def test_sampled_frequencies(llama: torch.nn.Module) -> None:
-    """Chi-square of 4,000 first tokens against the model's own distribution; 0.1 % of correct runs would fail, seeds are fixed."""
+    """Chi-square of 4,000 first tokens against the model's distribution; seeds are fixed."""
     jobs = [Prompt(prompt_id=0, sample_id=i, token_ids=(5, 6, 7), seed=i) for i in range(4000)]
     generator = BuiltinGenerator(llama, max_concurrent=4000, max_length=8)
     drawn = [r.response_ids[0] for r in generator.generate(jobs, SamplingParams(max_new_tokens=1))]
