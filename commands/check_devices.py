@@ -5,30 +5,25 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
-from pydantic import BaseModel, ValidationError
 
-from rlspeed.config.device_schema import DeviceMapping
-from rlspeed.config.schema import Profile
-from rlspeed.errors import ConfigError, DeviceError, Fault
-from rlspeed.planning.devices import Role, build_device_map
-from rlspeed.planning.machine import assume as assume_machine
-from rlspeed.planning.probe import probe_machine, read_shape
-from rlspeed.planning.report import Report, inspect_run, model_paths
-from rlspeed.planning.shape import ModelShape
+from .console import out
 
-from .device_picture import show_report
-
-Model = TypeVar("Model", bound=BaseModel)
+if TYPE_CHECKING:
+    from rlspeed.config.device_schema import DeviceMapping
+    from rlspeed.planning.report import Report
 
 
 def check_devices(
     mapping: Annotated[Path, typer.Argument(help="YAML file with the devices of each role.")],
     trainer: Annotated[
-        Path | None, typer.Argument(help="The run's YAML file: adds checks of model, precision, memory and time.")
+        str | None,
+        typer.Argument(help="The run's YAML file or profile: adds checks of model, precision, memory and time."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the run's file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
     plan: Annotated[
@@ -46,73 +41,42 @@ def check_devices(
 
     Exit code 0: nothing to mend; 1: problems, all of them listed; 2: a file that cannot be read.
     """
+    from rlspeed.config.load import load_device_mapping, load_profile
+    from rlspeed.planning.machine import assume as assume_machine
+    from rlspeed.planning.probe import probe_machine
+    from rlspeed.planning.report import inspect_profile, inspect_run
+
+    from .device_picture import show_report
+
+    devices = load_device_mapping(mapping)
     machine = assume_machine(assume) if assume else probe_machine()
-    devices = _read(mapping, DeviceMapping)
-    profile = None
-    shapes: dict[Role, ModelShape] = {}
-    unknown: list[str] = []
-    if trainer is not None:
-        profile = _read(trainer, Profile).model_copy(update={"devices": devices})
-        shapes, unknown = _shapes(profile)
     world = os.environ.get("WORLD_SIZE", "")
-    report = inspect_run(
-        devices, machine, profile=profile, shapes=shapes, world_size=int(world) if world.isdigit() else None
-    )
-    tried = None
-    if smoke and not report.devices.check():
-        tried = _smoke(devices, report, smoke_timeout)
-    if as_json:
-        text = {**report.as_json(), "models_not_found": unknown, "smoke": tried}
-        typer.echo(json.dumps(text, indent=2))
+    world_size = int(world) if world.isdigit() else None
+    if trainer is None:
+        report = inspect_run(devices, machine, world_size=world_size)
     else:
-        show_report(report, unknown=unknown, with_plan=plan, smoke=tried)
+        words = [f"device_mapping_file={json.dumps(str(mapping))}", *(overrides or [])]
+        profile = load_profile(trainer, words).profile.model_copy(update={"devices": devices})
+        report = inspect_profile(profile, machine, world_size=world_size)
+    tried = _smoke(devices, report, smoke_timeout) if smoke and not report.devices.check() else None
+    if as_json:
+        typer.echo(json.dumps({**report.as_json(), "smoke": tried}, indent=2))
+    else:
+        show_report(out, report, with_plan=plan, smoke=tried)
     if report.problems or (tried is not None and not tried["ok"]):
         raise typer.Exit(1)
-
-
-def _read(path: Path, model: type[Model]) -> Model:
-    """A YAML file as a model.
-
-    Raises:
-        ConfigError: no such file, not YAML, or keys and values that the model does not take (all are named).
-    """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(Fault(where=str(path), found=f"cannot be read: {error}")) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(Fault(where=str(path), found=f"not YAML: {error}")) from error
-    try:
-        return model.model_validate({} if content is None else content)
-    except ValidationError as error:
-        faults = [
-            Fault(where=f"{path}: {'.'.join(map(str, e['loc']))}", found=f"{e.get('input')!r}: {e['msg']}")
-            for e in error.errors()
-        ]
-        raise ConfigError(faults) from error
-
-
-def _shapes(profile: Profile) -> tuple[dict[Role, ModelShape], list[str]]:
-    """Sizes of each role's model, and the paths of those that are not here."""
-    found: dict[str, ModelShape | None] = {}
-    shapes: dict[Role, ModelShape] = {}
-    for role, path in model_paths(profile).items():
-        if path not in found:
-            found[path] = read_shape(path)
-        shape = found[path]
-        if shape is not None:
-            shapes[role] = shape.with_head("value" if role is Role.CRITIC else "score" if role is Role.REWARD else "lm")
-    return shapes, [path for path, shape in found.items() if shape is None]
 
 
 def _smoke(mapping: DeviceMapping, report: Report, timeout_seconds: float) -> dict[str, Any]:
     """Try the process groups on this machine, on its GPUs when there are enough of them."""
     from rlspeed.engine.smoke import run_smoke
+    from rlspeed.errors import DeviceError
+    from rlspeed.planning.devices import build_device_map
 
-    needed = len(report.devices.device_ranks)
-    cuda = not report.machine.assumed and report.machine.num_devices >= needed > 0
-    cuda = cuda and any(p.device == "cuda" for p in report.devices.roles.values())
     devices = report.devices
+    needed = len(devices.device_ranks)
+    cuda = not report.machine.assumed and report.machine.num_devices >= needed > 0
+    cuda = cuda and any(p.device == "cuda" for p in devices.roles.values())
     if not cuda:
         devices = build_device_map(
             mapping,

@@ -25,16 +25,8 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "kv_cache", "logits
 MOST_COLUMNS = 16  # ranks in the table of bytes per pair; more are listed
 
 
-def show_report(
-    report: Report,
-    *,
-    unknown: Sequence[str],
-    with_plan: bool,
-    smoke: dict[str, Any] | None,
-    console: Console | None = None,
-) -> None:
+def show_report(out: Console, report: Report, *, with_plan: bool, smoke: dict[str, Any] | None) -> None:
     """Print everything; problems last, where they are seen."""
-    out = console or Console(soft_wrap=True)
     if out.is_terminal:
         out.print(_picture(report))
         if report.forecasts:
@@ -43,20 +35,17 @@ def show_report(
             out.print(_floor_table(report))
     else:
         for line in (*_role_lines(report), *_memory_lines(report.forecasts), *_floor_lines(report)):
-            out.print(line, highlight=False, markup=False)
+            out.print(line, highlight=False, soft_wrap=True, markup=False)
     if with_plan:
         _show_plan(out, report)
     if smoke is not None:
         _show_smoke(out, smoke)
-    for path in unknown:
-        text = f"note: no config.json of {path} here: heads, memory and time are not checked"
-        out.print(text, style="dim", highlight=False, markup=False)
     for note in report.notes:
-        out.print(f"note: {note}", style="dim", highlight=False, markup=False)
+        out.print(f"note: {note}", style="dim", highlight=False, soft_wrap=True, markup=False)
     for fault in report.problems:
-        out.print(f"problem: {fault}", style="red", highlight=False, markup=False)
+        out.print(f"problem: {fault}", style="red", highlight=False, soft_wrap=True, markup=False)
     if not report.problems:
-        out.print("no problems", style="green", highlight=False)
+        out.print("no problems", style="green", highlight=False, soft_wrap=True)
 
 
 def _picture(report: Report) -> Table:
@@ -169,11 +158,17 @@ def _show_plan(out: Console, report: Report) -> None:
     """Bytes of the transition per pair of ranks."""
     plan = report.plan
     if not report.received:
-        out.print("transition: no plan (give the trainer's YAML with a model that is here)", highlight=False)
+        out.print(
+            "transition: no plan (give the trainer's YAML with a model that is here)", highlight=False, soft_wrap=True
+        )
         return
     if plan is None:
         most = max(report.received.values())
-        out.print(f"transition: at most {most / 1e9:.3f} GB into a rank; too many ranks to list pairs", highlight=False)
+        out.print(
+            f"transition: at most {most / 1e9:.3f} GB into a rank; too many ranks to list pairs",
+            highlight=False,
+            soft_wrap=True,
+        )
         return
     received, sent, copied = plan.bytes_received(), plan.bytes_sent(), plan.bytes_copied()
     pairs = plan.bytes_by_pair()
@@ -181,11 +176,11 @@ def _show_plan(out: Console, report: Report) -> None:
         f"transition: {plan.num_bytes / 1e9:.3f} GB over links, at most {max(received.values()) / 1e9:.3f} GB into and "
         f"{max(sent.values()) / 1e9:.3f} GB out of a rank; at most {max(copied.values()) / 1e9:.3f} GB kept on the spot"
     )
-    out.print(summary, highlight=False)
+    out.print(summary, highlight=False, soft_wrap=True)
     ranks = plan.ranks
     if not out.is_terminal or len(ranks) > MOST_COLUMNS:
         for (a, b), count in pairs.items():
-            out.print(f"transition: rank {a} -> rank {b}: {count} bytes", highlight=False)
+            out.print(f"transition: rank {a} -> rank {b}: {count} bytes", highlight=False, soft_wrap=True)
         return
     table = Table(title="bytes from rank (row) to rank (column), MB")
     table.add_column("")
@@ -201,8 +196,8 @@ def _show_smoke(out: Console, smoke: dict[str, Any]) -> None:
     if smoke["ok"]:
         groups = "; ".join(smoke["groups"]) or "one rank, no group"
         text = f"smoke: {smoke['backend']}, {groups}: every group answered, {smoke['moved_bytes']} bytes resharded"
-        out.print(f"{text}, {smoke['seconds']} s", style="green", highlight=False, markup=False)
+        out.print(f"{text}, {smoke['seconds']} s", style="green", highlight=False, soft_wrap=True, markup=False)
         return
     for fault in smoke["problems"]:
         text = f"problem: smoke ({smoke['backend']}): {fault['where']}: {fault['found']}\n    fix: {fault['fix']}"
-        out.print(text, style="red", highlight=False, markup=False)
+        out.print(text, style="red", highlight=False, soft_wrap=True, markup=False)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from rlspeed.config.device_schema import DeviceMapping
 from rlspeed.config.names import nearest
 from rlspeed.config.schema import Profile
 from rlspeed.config.yaml_lines import Document, read_document, read_value
@@ -81,6 +82,21 @@ def load_profile(name_or_file: str, overrides: Sequence[str] = ()) -> LoadedProf
     if faults:
         raise ConfigError(faults)
     return LoadedProfile(profile, origins)
+
+
+def load_device_mapping(file: str | Path) -> DeviceMapping:
+    """Load a device mapping on its own, without a run.
+
+    Raises:
+        ConfigError: every fault of the file.
+    """
+    document = read_document(Path(file))
+    origins = {f"devices.{'.'.join(key)}": document.where(key) for key, _ in _leaves(document.data, ())}
+    whole = {"model": {"path": "-"}, "data": {"train_files": "-"}, "devices": document.data}
+    try:
+        return Profile.model_validate(whole).devices
+    except ValidationError as error:
+        raise ConfigError(_faults(error, origins)) from error
 
 
 def _first(name: str, layers: list[tuple[Document, str]], faults: list[Fault]) -> Document | None:

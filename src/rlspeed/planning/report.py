@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlspeed.config.device_schema import DeviceMapping
@@ -15,6 +15,7 @@ from rlspeed.planning.fit import Forecast, forecast, memory_faults
 from rlspeed.planning.floor import Floor, floor_times
 from rlspeed.planning.machine import Machine
 from rlspeed.planning.memory import run_size
+from rlspeed.planning.probe import read_shape
 from rlspeed.planning.reshard import ReshardPlan, plan_reshard
 from rlspeed.planning.shape import ModelShape
 from rlspeed.planning.transition import generation_mesh, received_bytes, training_mesh, transition_requests
@@ -120,6 +121,26 @@ def inspect_run(
         plan=plan,
         vllm=vllm,
     )
+
+
+def inspect_profile(profile: Profile, machine: Machine, *, world_size: int | None = None) -> Report:
+    """`inspect_run` of a profile with its own device mapping, after reading the config.json of each model.
+
+    Raises:
+        ConfigError: a config.json of an unknown family.
+    """
+    found: dict[str, ModelShape | None] = {}
+    shapes: dict[Role, ModelShape] = {}
+    for role, path in model_paths(profile).items():
+        if path not in found:
+            found[path] = read_shape(path)
+        shape = found[path]
+        if shape is not None:
+            shapes[role] = shape.with_head("value" if role is Role.CRITIC else "score" if role is Role.REWARD else "lm")
+    report = inspect_run(profile.devices, machine, profile=profile, shapes=shapes, world_size=world_size)
+    absent = [path for path, shape in found.items() if shape is None]
+    said = [f"no config.json of {path} here: heads, memory and time are not checked" for path in absent]
+    return replace(report, notes=(*said, *report.notes))
 
 
 def used_roles(profile: Profile) -> tuple[Role, ...]:

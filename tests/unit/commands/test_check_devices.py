@@ -113,7 +113,7 @@ def test_json_has_everything(files: Path) -> None:
     assert report["memory"][0]["phases"]["update actor"]["optimizer"] == 12 * (7_615_616_512 // 2)
     assert {f["phase"] for f in report["floors"]} >= {"generation", "update actor", "transition"}
     assert report["transition"]["bytes"] == 0  # two FSDP shards are the two tensor parallel slices
-    assert report["models_not_found"] == []
+    assert report["smoke"] is None
 
 
 def test_plan_lists_bytes_per_pair(files: Path) -> None:
@@ -130,9 +130,10 @@ def test_plan_lists_bytes_per_pair(files: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("actor: [", "not YAML"),
+        ("actor: [", "not valid YAML|not YAML|YAML"),
         ("actor: {device_mesh: [gpu0]}", "actor.device_mesh"),
-        ("actor: {fsdp_config: {sharding_strategy: ZERO_3}, extra: 1}", "sharding_strategy"),
+        ("actor: {fsdp_config: {sharding_strategy: ZERO_3}}", "FULL_SHARD"),
+        ("actor: {devce_mesh: [0]}", "did you mean devices.actor.device_mesh"),
     ],
 )
 def test_unreadable_files_are_errors_of_their_own(tmp_path: Path, content: str, words: str) -> None:
@@ -142,6 +143,14 @@ def test_unreadable_files_are_errors_of_their_own(tmp_path: Path, content: str, 
     assert caught.value.exit_code == 2
     with pytest.raises(ConfigError):
         run(tmp_path / "absent.yaml")
+
+
+def test_words_win_over_the_file(files: Path) -> None:
+    words = ("algorithm.kind=grpo", "rollout.n=8", "packing.capacity=1536")
+    code, text = run(files / "map.yaml", files / "run.yaml", *words, "--assume", "4x H200")
+    assert "critic: not used, algorithm.kind grpo has no critic" in text
+    assert code == 1  # the critic's two ranks have nothing to do
+    assert "no role uses devices 2, 3" in text
 
 
 def test_a_model_that_is_not_here_is_said(files: Path) -> None:
@@ -156,13 +165,8 @@ def test_terminal_shows_devices_by_roles() -> None:
     mapping = DeviceMapping.model_validate({"actor": {"device_mesh": [0, 1]}, "critic": {"device_mesh": [2]}})
     report = inspect_run(mapping, assume("3x H100"))
     out = io.StringIO()
-    show_report(
-        report,
-        unknown=[],
-        with_plan=True,
-        smoke=None,
-        console=Console(file=out, force_terminal=True, width=140, color_system="standard"),
-    )
+    console = Console(file=out, force_terminal=True, width=140, color_system="standard")
+    show_report(console, report, with_plan=True, smoke=None)
     text = out.getvalue()
     assert "roles on devices" in text
     assert "2: H100-80GB, 80 GiB" in text
