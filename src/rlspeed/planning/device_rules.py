@@ -364,6 +364,9 @@ def notes(now: Situation) -> list[str]:
     for name, (value, why) in SLOWS.items():
         if now.machine.env.get(name) == value:
             out.append(f"{name}={value}: {why}")
+    mixed = len({d.name for d in now.machine.devices}) > 1 and not now.machine.assumed
+    if mixed and now.machine.env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        out.append("GPUs differ: CUDA numbers the fastest first, nvidia-smi by bus; set CUDA_DEVICE_ORDER=PCI_BUS_ID")
     if now.machine.assumed:
         out.append("the machine is assumed: packages, settings and free memory were not looked at")
     return out

@@ -107,7 +107,7 @@ def _physical(smi: SmiOutput) -> list[Device]:
     gpus: list[Device] = []
     for line in smi.gpus.splitlines():
         parts = [p.strip() for p in line.split(",")]
-        if len(parts) != 6 or not parts[3].isdigit() or not parts[4].isdigit():
+        if len(parts) != 6 or not parts[3].isdigit():
             continue
         major, _, minor = parts[5].partition(".")
         capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
@@ -117,7 +117,7 @@ def _physical(smi: SmiOutput) -> list[Device]:
                 uuid=parts[1],
                 name=parts[2],
                 memory_bytes=int(parts[3]) * MIB,
-                free_bytes=int(parts[4]) * MIB,
+                free_bytes=int(parts[4] if parts[4].isdigit() else parts[3]) * MIB,  # hidden from some users
                 capability=capability,
                 holders=tuple(holders.get(parts[1], ())),
             )

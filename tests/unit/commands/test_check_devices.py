@@ -130,7 +130,7 @@ def test_plan_lists_bytes_per_pair(files: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("actor: [", "not valid YAML|not YAML|YAML"),
+        ("actor: [", "not YAML"),
         ("actor: {device_mesh: [gpu0]}", "actor.device_mesh"),
         ("actor: {fsdp_config: {sharding_strategy: ZERO_3}}", "FULL_SHARD"),
         ("actor: {devce_mesh: [0]}", "did you mean devices.actor.device_mesh"),

@@ -80,6 +80,14 @@ def test_mixed_devices_in_a_mesh() -> None:
     assert "0: A100-40GB, 40 GiB; 1: A100-80GB, 80 GiB" in text
 
 
+def test_order_of_unlike_gpus_is_said() -> None:
+    """CUDA's default order is by speed, not nvidia-smi's: with unlike GPUs an index may mean another one."""
+    now = situation({"actor": {"device_mesh": [0]}}, "1x A10 + 1x H100")
+    assert any("CUDA_DEVICE_ORDER" in n for n in notes(now))
+    pinned = replace(now, machine=replace(now.machine, env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}))
+    assert not any("CUDA_DEVICE_ORDER" in n for n in notes(pinned))
+
+
 def test_memory_that_somebody_else_holds() -> None:
     (device,) = assume("1x H100").devices
     taken = replace(device, free_bytes=device.free_bytes - 10 * GIB, holders=((4711, 10 * GIB),))
