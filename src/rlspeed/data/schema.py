@@ -84,7 +84,7 @@ def cast_batch(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
             columns.append(pa.nulls(batch.num_rows, field.type))
         else:
             column = batch.column(at)
-            columns.append(column if column.type == field.type else column.cast(field.type))
+            columns.append(column if column.type == field.type else _cast(column, field.type))
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
@@ -134,6 +134,37 @@ _KINDS = {
     list: "list",
     dict: "object",
 }
+
+
+def _cast(column: pa.Array, target: pa.DataType) -> pa.Array:
+    if pt.is_dictionary(target) and column.type == target.value_type:
+        return column.dictionary_encode().cast(target)
+    return column.cast(target)
+
+
+def dense(schema: pa.Schema) -> pa.Schema:
+    """The same columns without dictionaries and views at any depth, for files and functions that cannot hold them."""
+    return pa.schema([f.with_type(_dense_type(f.type)) for f in schema], metadata=schema.metadata)
+
+
+def _dense_type(t: pa.DataType) -> pa.DataType:
+    if pt.is_dictionary(t):
+        return _dense_type(t.value_type)
+    if pt.is_list(t):
+        return pa.list_(_dense_field(t.value_field))
+    if pt.is_large_list(t):
+        return pa.large_list(_dense_field(t.value_field))
+    if pt.is_fixed_size_list(t):
+        return pa.list_(_dense_field(t.value_field), t.list_size)
+    if pt.is_struct(t):
+        return pa.struct([_dense_field(f) for f in t])
+    if pt.is_map(t):
+        return pa.map_(_dense_field(t.key_field), _dense_field(t.item_field), t.keys_sorted)
+    return {"string_view": pa.string(), "binary_view": pa.binary()}.get(str(t), t)
+
+
+def _dense_field(field: pa.Field) -> pa.Field:
+    return field.with_type(_dense_type(field.type))
 
 
 def kind_of(data_type: pa.DataType) -> str:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from rlspeed.data.schema import cast_batch, dense
 from rlspeed.data.tables import Chunk, to_rows
 
 MEMORY_BYTES = 1 << 30
+_FD_FOLDER = "/proc/self/fd"
 
 
 class RowStore:
@@ -45,10 +47,10 @@ class RowStore:
             self.held_bytes += chunk.batch.nbytes
             self._batches.append(chunk.batch)
             return
-        schema = chunk.batch.schema
+        schema = dense(chunk.batch.schema)
         if schema not in self._writers:
             self._writers[schema] = _Spill(schema)
-        self._batches.append((schema, self._writers[schema].write(chunk.batch)))
+        self._batches.append((schema, self._writers[schema].write(cast_batch(chunk.batch, schema))))
 
     def close(self) -> None:
         """No more rows: map what was written."""
@@ -67,10 +69,13 @@ class _Spill:
     """Batches of one schema in an Arrow stream on disk."""
 
     def __init__(self, schema: pa.Schema) -> None:
-        handle, self.path = tempfile.mkstemp(prefix="rlspeed-rows-", suffix=".arrow")
-        os.close(handle)
+        self.handle, path = tempfile.mkstemp(prefix="rlspeed-rows-", suffix=".arrow")
+        self.path = path
         self.count = 0
-        self.writer = pa.ipc.new_stream(self.path, schema)
+        self.writer = pa.ipc.new_stream(path, schema)
+        if os.path.isdir(_FD_FOLDER):  # the open handle is a path of its own here
+            self.path = f"{_FD_FOLDER}/{self.handle}"
+            os.unlink(path)
 
     def write(self, batch: pa.RecordBatch) -> int:
         """Add a batch; returns its number."""
@@ -82,5 +87,7 @@ class _Spill:
         """All batches, mapped; the file has no name any more."""
         self.writer.close()
         source = pa.memory_map(self.path)
-        os.unlink(self.path)
+        if not self.path.startswith(_FD_FOLDER):
+            os.unlink(self.path)
+        os.close(self.handle)
         return list(pa.ipc.open_stream(source))

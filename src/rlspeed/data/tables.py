@@ -27,7 +27,8 @@ class Chunk:
     """Consecutive rows of one file.
 
     first: number of the first row in the file, from 0. batch: the rows; of a JSONL file its lines as bytes, one column
-    `line`. lines, records: line numbers and parsed objects of a JSONL file.
+    `line`. lines, records: line numbers and parsed objects of a JSONL file. file_bytes: the rows' share of the file,
+    for progress.
     """
 
     file: DataFile
@@ -35,6 +36,7 @@ class Chunk:
     batch: pa.RecordBatch
     lines: tuple[int, ...] = ()
     records: list[dict[str, Any]] = field(default_factory=list)
+    file_bytes: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -62,6 +64,11 @@ class Tables:
     files: tuple[DataFile, ...]
     schemas: tuple[tuple[DataFile, pa.Schema], ...]
     unified: Unified | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(f.path.stat().st_size for f in self.files)
 
     def require_column(self, name: str, fix: str) -> None:
         """Raises: DataError for each parquet file without the column (JSONL rows are looked at one by one)."""
@@ -143,7 +150,8 @@ def _jsonl_chunks(file: DataFile, log: FaultLog) -> Iterator[Chunk]:
 
     def chunk() -> Chunk:
         batch = pa.RecordBatch.from_arrays([pa.array(raw, pa.large_binary())], schema=LINE_SCHEMA)
-        return Chunk(file=file, first=first, batch=batch, lines=tuple(lines), records=records)
+        share = held + len(raw)
+        return Chunk(file=file, first=first, batch=batch, lines=tuple(lines), records=records, file_bytes=share)
 
     for line in read_lines(file, log):
         raw.append(line.raw)
@@ -162,10 +170,11 @@ def _parquet_chunks(file: DataFile, schema: pa.Schema, columns: Sequence[str] | 
     with open_parquet(file) as handle:
         names = [n for n in handle.schema_arrow.names if columns is None or n in columns]
         target = schema if columns is None else pa.schema([schema.field(n) for n in columns], metadata=schema.metadata)
-        first = 0
+        first, size, rows = 0, file.path.stat().st_size, handle.metadata.num_rows
         for group in range(handle.num_row_groups):
             for batch in _group_batches(file, handle, group, names):
-                yield Chunk(file=file, first=first, batch=cast_batch(batch, target))
+                share = size * batch.num_rows // rows
+                yield Chunk(file=file, first=first, batch=cast_batch(batch, target), file_bytes=share)
                 first += batch.num_rows
 
 
