@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 
 class DeviceSection(BaseModel):
     """Base of the sections of the device mapping."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
 
 class FSDPConfig(DeviceSection):
@@ -27,7 +29,10 @@ class FSDPConfig(DeviceSection):
 class VLLMConfig(BaseModel):
     """Engine arguments of vLLM; those not listed here are passed through."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="allow", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+    __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Devices of one vLLM engine."""

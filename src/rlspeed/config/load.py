@@ -1,12 +1,12 @@
 """YAML files and key.path=value words to a Profile, with the origin of every value and all faults in one error.
 
-Layers, later ones win: defaults of the schema, a packaged profile, the user's file (with its device mapping),
-overrides.
+Layers, later ones win: defaults of the schema, a packaged profile, the user's file, overrides. The device mapping file
+lies below what the user's file or an override says under `devices`.
 """
 
 from __future__ import annotations
 
-import copy
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from rlspeed.config.device_schema import DeviceMapping
+from rlspeed.config.findings import faults_of
+from rlspeed.config.layers import KeyPath, Label, Origins, leaves, merge
 from rlspeed.config.names import nearest
+from rlspeed.config.overrides import OVERRIDE, apply_overrides
 from rlspeed.config.schema import Profile
-from rlspeed.config.yaml_lines import Document, read_document, read_value
+from rlspeed.config.yaml_lines import Document, is_file, read_document
 from rlspeed.errors import ConfigError, Fault
 
-Key = tuple[str, ...]
 RESOLVED = "resolved.yaml"
+BASE_KEY = "profile"
+MAPPING_KEY = "device_mapping_file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +38,25 @@ class LoadedProfile:
     origins: Mapping[str, str]
 
     def dump(self) -> str:
-        """YAML that loads back equal."""
+        """YAML that loads back equal, the device mapping inside."""
         data = self.profile.model_dump(mode="json")
-        return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
 
     def leaves(self) -> Iterator[tuple[str, Any, str]]:
         """(dotted key, value, origin) of every value, in schema order."""
-        for key, value in _leaves(self.profile.model_dump(mode="json"), ()):
+        for key, value in leaves(self.profile.model_dump(mode="json"), ()):
             yield ".".join(key), value, self.origin(".".join(key))
 
     def origin(self, dotted: str) -> str:
-        """Where the value of `dotted` comes from."""
-        key = dotted
-        while key:
-            if key in self.origins:
-                return self.origins[key]
-            key = key.rpartition(".")[0]
-        return "default"
+        """Where the value of `dotted` comes from; several places when items of a list were set one by one."""
+        origins = Origins(self.origins)
+        below = [o for k, o in origins.items() if k.startswith(f"{dotted}.")]
+        own = [origins.of_value(dotted)] if dotted in origins or not below else []
+        return ", ".join(dict.fromkeys([*own, *below]))
+
+    def where(self, dotted: str) -> str:
+        """The one place to look at for a fault of `dotted`."""
+        return Origins(self.origins).where(dotted)
 
 
 def packaged_profiles() -> list[str]:
@@ -59,26 +65,41 @@ def packaged_profiles() -> list[str]:
     return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
 
 
+def run_folder(name: str) -> Path | None:
+    """The run folder that `name` means: one with a resolved.yaml; a bare profile's name means the profile."""
+    if name in packaged_profiles():
+        return None
+    path = Path(name)
+    return path if is_file(path / RESOLVED) else None
+
+
 def load_profile(name_or_file: str, overrides: Sequence[str] = ()) -> LoadedProfile:
     """Load a packaged profile, a YAML file, or the resolved.yaml of a run folder, with overrides on top.
+
+    `profile: NAME` in the file, or `profile=NAME` as a word, puts a packaged profile below it.
 
     Raises:
         ConfigError: every fault of every file and word.
     """
-    layers: list[tuple[Document, str]] = []
     faults: list[Fault] = []
-    document = _first(name_or_file, layers, faults)
     data: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for layer, label in layers:
-        _merge(data, layer.data, (), origins, layer, label)
-    words = _words(overrides, data, origins, faults)
-    _device_mapping(data, origins, words, document, layers, faults)
-    data.setdefault("name", Path(name_or_file).resolve().stem if document is not None else name_or_file)
+    origins = Origins()
+    document, label = _main_document(name_or_file, faults)
+    base: tuple[Any, str] = (document.data.pop(BASE_KEY, None), label((BASE_KEY,)))
+    words = [w for w in overrides if not w.startswith(f"{BASE_KEY}=")]
+    for word in overrides:
+        if word.startswith(f"{BASE_KEY}="):
+            base = (word.partition("=")[2], OVERRIDE)
+    _lay_base(*base, data, origins, faults)
+    merge(data, document.data, (), origins, label)
+    faults.extend(apply_overrides(words, data, origins))
+    _device_mapping(data, origins, document, faults)
+    data.setdefault("name", document.name)
     try:
         profile = Profile.model_validate(data)
     except ValidationError as error:
-        faults.extend(_faults(error, origins))
+        # a file that cannot be read may hold what seems to be missing
+        faults.extend(faults_of(error, data, origins.where, tell_missing=document.readable))
     if faults:
         raise ConfigError(faults)
     return LoadedProfile(profile, origins)
@@ -90,225 +111,92 @@ def load_device_mapping(file: str | Path) -> DeviceMapping:
     Raises:
         ConfigError: every fault of the file.
     """
-    document = read_document(Path(file))
-    origins = {f"devices.{'.'.join(key)}": document.where(key) for key, _ in _leaves(document.data, ())}
-    whole = {"model": {"path": "-"}, "data": {"train_files": "-"}, "devices": document.data}
+    faults: list[Fault] = []
+    document = read_document(Path(file), faults)
+    data: dict[str, Any] = {"model": {"path": "-"}, "data": {"train_files": "-"}, "devices": {}}
+    origins = Origins()
+    merge(data, {"devices": document.data}, (), origins, _without_first(document))
     try:
-        return Profile.model_validate(whole).devices
+        devices = Profile.model_validate(data).devices
     except ValidationError as error:
-        raise ConfigError(_faults(error, origins)) from error
+        faults.extend(faults_of(error, data, origins.where))
+    if faults:
+        raise ConfigError(faults)
+    return devices
 
 
-def _first(name: str, layers: list[tuple[Document, str]], faults: list[Fault]) -> Document | None:
-    """Put the packaged profile and the user's file into `layers`; returns the user's file."""
-    path = Path(name)
-    if path.is_dir() and (path / RESOLVED).is_file():
-        path = path / RESOLVED
-    if not path.is_file():
-        if name in packaged_profiles():
-            layers.append((_packaged(name), f"profile {name}"))
-            return None
-        near = nearest(name, packaged_profiles())
-        raise ConfigError(
-            Fault(
-                where="configuration",
-                found=f"{name!r} is no file, no run folder and no profile",
-                allowed=f"a YAML file, a run folder, or one of {', '.join(packaged_profiles())}",
-                fix=f"did you mean {near}?" if near else "check the path",
-            )
+def _main_document(name: str, faults: list[Fault]) -> tuple[Document, Label]:
+    """The file or packaged profile that `name` means, and how to name places in it."""
+    folder = run_folder(name)
+    path = folder / RESOLVED if folder is not None else Path(name)
+    if is_file(path):
+        document = read_document(path, faults)
+        return document, document.where
+    names = packaged_profiles()
+    if name in names:
+        return _packaged(name, faults), lambda _: f"profile {name}"
+    near = nearest(name, names)
+    raise ConfigError(
+        Fault(
+            where="configuration",
+            found=f"{name!r} is no file, no run folder and no profile",
+            allowed=f"a YAML file, a run folder, or one of {', '.join(names)}",
+            fix=f"did you mean {near}?" if near else "check the path",
         )
-    document = read_document(path)
-    base = document.data.pop("profile", None)
-    if base is not None:
-        if base in packaged_profiles():
-            layers.append((_packaged(str(base)), f"profile {base}"))
-        else:
-            found = f"profile: {base!r}"
-            allowed = ", ".join(packaged_profiles())
-            faults.append(Fault(where=document.where(("profile",)), found=found, allowed=allowed))
-    layers.append((document, "file"))
-    return document
+    )
 
 
-def _packaged(name: str) -> Document:
+def _lay_base(name: Any, where: str, data: dict[str, Any], origins: Origins, faults: list[Fault]) -> None:
+    """Lay the packaged profile that the user's file builds on, if it names one."""
+    names = packaged_profiles()
+    if name in names:
+        merge(data, _packaged(name, faults).data, (), origins, lambda _: f"profile {name}")
+    elif name is not None:
+        near = nearest(name, names) if isinstance(name, str) else None
+        fix = f"did you mean {near}?" if near else ""
+        faults.append(Fault(where=where, found=f"{BASE_KEY} is {name!r}", allowed=", ".join(names), fix=fix))
+
+
+def _packaged(name: str, faults: list[Fault]) -> Document:
     with resources.as_file(resources.files("rlspeed.profiles") / f"{name}.yaml") as path:
-        return read_document(path)
+        return read_document(path, faults)
 
 
-def _merge(
-    into: dict[str, Any], new: Mapping[Any, Any], key: Key, origins: dict[str, str], layer: Document, label: str
-) -> None:
-    """Mappings are merged, everything else replaces what was there."""
-    for name, value in new.items():
-        here = (*key, str(name))
-        if isinstance(value, Mapping) and isinstance(into.get(str(name)), dict):
-            _merge(into[str(name)], value, here, origins, layer, label)
-            continue
-        into[str(name)] = copy.deepcopy(value)
-        for leaf, _ in _leaves(value, here):
-            origins[".".join(leaf)] = layer.where(leaf) if label == "file" else label
+def _device_mapping(data: dict[str, Any], origins: Origins, document: Document, faults: list[Fault]) -> None:
+    """Move the content of device_mapping_file into `devices`, below what stands there.
 
-
-def _leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, (*key, str(name)))
-    else:
-        yield key, value
-
-
-def _words(
-    overrides: Sequence[str], data: dict[str, Any], origins: dict[str, str], faults: list[Fault]
-) -> dict[str, str]:
-    """Apply key.path=value words in order; returns them by key."""
-    seen: dict[str, str] = {}
-    for word in overrides:
-        dotted, equals, text = word.partition("=")
-        if not equals or not dotted or "" in dotted.split("."):
-            found = f"{word!r}"
-            faults.append(Fault(where="override", found=found, allowed="key.path=value", fix="write one word per key"))
-            continue
-        try:
-            value = read_value(text)
-        except ValueError as error:
-            faults.append(Fault(where=f"override {dotted}", found=f"{text!r} is not YAML: {error}", fix="quote it"))
-            continue
-        problem = _put(data, dotted.split("."), value)
-        if problem:
-            faults.append(Fault(where=f"override {dotted}", found=problem))
-            continue
-        for stale in [k for k in origins if k == dotted or k.startswith(f"{dotted}.")]:
-            del origins[stale]
-        origins[dotted] = "override"
-        seen[dotted] = text
-    return seen
-
-
-def _put(data: Any, key: list[str], value: Any) -> str | None:
-    """Set one value; list items by number. Returns what is wrong, None when done."""
-    for i, name in enumerate(key[:-1]):
-        if isinstance(data, list):
-            if not name.isdigit() or int(name) >= len(data):
-                return f"{'.'.join(key[:i])} has {len(data)} items, no {name!r}"
-            data = data[int(name)]
-        elif isinstance(data, dict):
-            if data.get(name) is None:
-                data[name] = {}
-            data = data[name]
-        if not isinstance(data, (dict, list)):
-            return f"{'.'.join(key[: i + 1])} is a plain value and has no {key[i + 1]!r}"
-    last = key[-1]
-    if isinstance(data, list):
-        if not last.isdigit() or int(last) > len(data):
-            return f"{'.'.join(key[:-1])} has {len(data)} items, no {last!r}"
-        data[int(last) : int(last) + 1] = [value]
-    else:
-        data[last] = value
-    return None
-
-
-def _device_mapping(
-    data: dict[str, Any],
-    origins: dict[str, str],
-    words: Mapping[str, str],
-    document: Document | None,
-    layers: Sequence[tuple[Document, str]],
-    faults: list[Fault],
-) -> None:
-    """Read device_mapping_file into `devices`, below what stands there inline or as an override."""
-    name = data.get("device_mapping_file")
+    The key itself is emptied then: the run's own record holds the devices and needs no second file.
+    """
+    name = data.get(MAPPING_KEY)
     if not isinstance(name, str):
         return
     path = Path(name)
-    if not path.is_file() and document is not None and not path.is_absolute():
-        beside = document.path.parent / name
-        path = beside if beside.is_file() else path
-    try:
-        mapping = read_document(path)
-    except ConfigError as error:
-        faults.extend(error.faults)
+    beside = document.path.parent / name
+    if not is_file(path) and not is_file(beside):
+        places = dict.fromkeys((os.getcwd(), str(document.path.resolve().parent)))
+        fault = Fault(
+            where=origins.where(MAPPING_KEY),
+            found=f"{MAPPING_KEY} is {name!r}, which is not there",
+            allowed=f"a YAML file, relative to {' or '.join(places)}",
+        )
+        faults.append(fault)
         return
-    inline = data.get("devices") or {}
-    kept = {k: v for k, v in origins.items() if k.startswith("devices")}
-    merged: dict[str, Any] = {}
-    fresh: dict[str, str] = {}
-    _merge(merged, mapping.data, (), fresh, mapping, "file")
-    origins.update({f"devices.{k}": v for k, v in fresh.items()})
+    mapping = read_document(path if is_file(path) else beside, faults)
+    inline, inline_origins = data.pop("devices", None), Origins(origins)
+    origins.forget(("devices",))
+    merge(data, {"devices": mapping.data}, (), origins, _without_first(mapping))
     if isinstance(inline, Mapping):
-        _merge(merged, inline, (), {}, mapping, "file")
-    origins.update(kept)
-    data["devices"] = merged
+        merge(data, {"devices": inline}, (), origins, lambda key: inline_origins.where(".".join(key)))
+    elif inline is not None:
+        data["devices"] = inline
+    data[MAPPING_KEY] = None
+    origins[MAPPING_KEY] = f"{mapping.path}, read into devices"
 
 
-def _faults(error: ValidationError, origins: Mapping[str, str]) -> list[Fault]:
-    """pydantic's findings in the words of a user."""
-    out: list[Fault] = []
-    for item in error.errors(include_url=False):
-        loc = [str(part) for part in item["loc"]]
-        dotted = _known_path(loc)
-        where = _origin_of(dotted, origins)
-        if item["type"] == "extra_forbidden":
-            near = nearest(dotted, all_keys())
-            fix = f"did you mean {near}?" if near else "remove it"
-            out.append(Fault(where=where, found=f"unknown key {dotted}", fix=fix))
-        elif item["type"] == "missing":
-            out.append(Fault(where="configuration", found=f"{dotted} is not set", fix=f"set it: {dotted}=..."))
-        else:
-            found = f"{dotted} is {_short(item['input'])}"
-            fault = Fault(where=where, found=found, allowed=_allowed(item["msg"]))
-            if all(f.where != where or f.found != found for f in out):
-                out.append(fault)
-    return out
+def _without_first(document: Document) -> Label:
+    """Places in a document whose content stands one level deeper in the profile."""
 
+    def label(key: KeyPath) -> str:
+        return document.where(key[1:])
 
-def _known_path(loc: list[str]) -> str:
-    """The key path without the names that pydantic adds for the members of a union."""
-    kept: list[str] = []
-    for part in loc:
-        if part in ("str", "int", "bool", "float") or "[" in part:
-            continue
-        kept.append(part)
-    return ".".join(kept)
-
-
-def _origin_of(dotted: str, origins: Mapping[str, str]) -> str:
-    for key, origin in origins.items():
-        if key == dotted or key.startswith(f"{dotted}."):
-            return origin
-    while "." in dotted:
-        dotted = dotted.rpartition(".")[0]
-        if dotted in origins:
-            return origins[dotted]
-    return "configuration"
-
-
-def _allowed(message: str) -> str:
-    text = message.removeprefix("Input should be ").removeprefix("Value error, ")
-    return text[:1].lower() + text[1:]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def all_keys(model: type[BaseModel] = Profile, prefix: str = "") -> list[str]:
-    """Every dotted key of the schema, sections included."""
-    out: list[str] = []
-    for name, field in model.model_fields.items():
-        dotted = f"{prefix}{name}"
-        out.append(dotted)
-        for kind in _models_in(field.annotation):
-            out.extend(all_keys(kind, f"{dotted}."))
-    return out
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Sections that a field holds, directly or optionally; lists of sections are left out (their items have
-    numbers).
-    """
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if getattr(annotation, "__origin__", None) in (list, dict, tuple):
-        return []
-    return [m for part in getattr(annotation, "__args__", ()) for m in _models_in(part)]
+    return label

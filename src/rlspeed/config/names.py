@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection
 
-# last part of a key as verl, TRL and OpenRLHF users write it, to ours
+# how a key of verl, TRL or OpenRLHF ends, to ours; with a space in it: a sentence that says what to do instead
 FOREIGN = {
+    "actor_rollout_ref.model.path": "model.path",
+    "critic.model.path": "model.critic.path",
+    "ref.model.path": "model.reference.path",
+    "reward_model.model.path": "reward.model.path",
+    "critic.optim.lr": "optim.critic.lr",
+    "critic.lr": "optim.critic.lr",
+    "actor.lr": "optim.actor.lr",
+    "critic.grad_clip": "optim.critic.max_grad_norm",
+    "critic.ppo_epochs": "algorithm.epochs",
+    "kl_ctrl.type": "algorithm.kl.controller",
+    "kl_ctrl.target_kl": "algorithm.kl.target",
+    "kl_ctrl.horizon": "algorithm.kl.horizon",
+    "overlong_buffer.len": "algorithm.overlong_penalty.buffer",
+    "overlong_buffer.penalty_factor": "algorithm.overlong_penalty.factor",
+    "overlong_buffer.enable": "algorithm.overlong_penalty.buffer",
+    "filter_groups.enable": "algorithm.filter_groups",
+    "custom_reward_function.path": "reward.functions",
+    "custom_reward_function.name": "reward.functions",
+    "actor.use_torch_compile": "leave it out: nothing here is compiled by torch.compile",
     "num_generations": "rollout.n",
     "n_samples_per_prompt": "rollout.n",
     "max_completion_length": "rollout.max_new_tokens",
@@ -91,22 +110,89 @@ FOREIGN = {
     "max_grad_norm": "optim.actor.max_grad_norm",
     "grad_clip": "optim.actor.max_grad_norm",
     "lr": "optim.actor.lr",
+    "weight_decay": "optim.actor.weight_decay",
+    "warmup_ratio": "optim.actor.warmup_steps",
+    "lr_warmup_steps_ratio": "optim.actor.warmup_steps",
+    "adam_betas": "optim.actor.betas",
+    "adam_beta1": "optim.actor.betas",
+    "adam_beta2": "optim.actor.betas",
+    "lambd": "algorithm.lam",
+    "norm_adv_by_std_in_grpo": "algorithm.kind",
+    "scale_rewards": "algorithm.kind",
+    "critic_warmup": "algorithm.critic_warmup_steps",
+    "delta": "algorithm.dual_clip",
+    "mask_truncated_completions": "algorithm.overlong_penalty.buffer",
+    "prompt_data": "data.train_files",
+    "dataset_name": "data.train_files",
+    "prompt_max_len": "data.max_prompt_length",
+    "gen_batch_size": "data.batch_size",
+    "balance_batch": "data.balance_dp_token",
+    "enable_thinking": "data.chat_template_kwargs",
+    "max_num_seqs": "rollout.max_concurrent",
+    "importance_sampling_level": "algorithm.policy_loss",
+    "vllm_importance_sampling_correction": "rollout.correction",
+    "tis_imp_ratio_cap": "rollout.correction_threshold",
+    "ref_model_path": "model.reference.path",
+    "reward_model_path": "reward.model.path",
+    "tensor_model_parallel_size": "devices.actor.vllm_config.tensor_parallel_size",
+    "vllm_tensor_parallel_size": "devices.actor.vllm_config.tensor_parallel_size",
+    "gpu_memory_utilization": "devices.actor.vllm_config.gpu_memory_utilization",
+    "vllm_gpu_memory_utilization": "devices.actor.vllm_config.gpu_memory_utilization",
+    "ulysses_sequence_parallel_size": "devices.actor.sequence_parallel_size",
+    "param_offload": "devices.actor.fsdp_config.cpu_offload",
+    "optimizer_offload": "devices.actor.fsdp_config.cpu_offload",
+    "project_name": "run.name",
+    "experiment_name": "run.name",
+    "run_name": "run.name",
+    "use_wandb": "run.loggers",
+    "save_hf_ckpt": "run.save_hf",
+    "load_checkpoint": "run.resume",
+    "load_enable": "run.resume",
+    "max_actor_ckpt_to_keep": "run.keep_checkpoints",
+    "rollout_data_dir": "run.log_rollouts",
+    "log_completions": "run.log_rollouts",
+    "n_gpus_per_node": "give the option --nproc-per-node",
+    "num_processes": "give the option --nproc-per-node",
+    "nnodes": "start on several nodes through torchrun",
+    "gradient_accumulation_steps": "leave it out: packing.capacity cuts a step into bins",
+    "micro_train_batch_size": "packing.micro_batch_size",
+    "micro_rollout_batch_size": "packing.micro_batch_size",
 }
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant: same last part, another trainer's word, or the nearest spelling."""
-    names = list(known)
-    last = name.rpartition(".")[2]
-    ours = FOREIGN.get(last)
-    if ours in names:
+def suggestion(name: str, known: Collection[str]) -> str:
+    """What to do about an unknown key: "did you mean ...?", another trainer's word translated, or to leave it out."""
+    ours = _foreign(name.lower())
+    if ours is not None and " " in ours:
         return ours
+    near = nearest(name, known)
+    return f"did you mean {near}?" if near else "leave it out"
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The known name that was probably meant: another trainer's word, the same last part, or the nearest spelling."""
+    names = list(known)
+    lower = name.lower()
+    ours = _foreign(lower)
+    if ours is not None and (ours in names or ours.rpartition(".")[0] in names):
+        return ours
+    last = lower.rpartition(".")[2]
     same = [k for k in names if k.rpartition(".")[2] == last]
     if same:
-        return max(same, key=lambda k: difflib.SequenceMatcher(None, k, name).ratio())
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+        return max(same, key=lambda k: difflib.SequenceMatcher(None, k, lower).ratio())
+    close = difflib.get_close_matches(lower, names, n=1, cutoff=0.75)
     if close:
         return close[0]
-    tails = {k.rpartition(".")[2]: k for k in names}
+    tails: dict[str, list[str]] = {}
+    for key in names:
+        tails.setdefault(key.rpartition(".")[2], []).append(key)
     near = difflib.get_close_matches(last, list(tails), n=1, cutoff=0.7)
-    return tails[near[0]] if near else None
+    if not near:
+        return None
+    return max(tails[near[0]], key=lambda k: difflib.SequenceMatcher(None, k, lower).ratio())
+
+
+def _foreign(name: str) -> str | None:
+    """The table's entry for the longest end of a dotted name."""
+    parts = name.lstrip("-+~").split(".")
+    return next((FOREIGN[end] for i in range(len(parts)) if (end := ".".join(parts[i:])) in FOREIGN), None)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from functools import cache
 
 from rlspeed.config.load import LoadedProfile
+from rlspeed.config.not_yet import cannot_be_done_yet
+from rlspeed.config.overrides import OVERRIDE
+from rlspeed.config.schema import Data, Model, Profile
 from rlspeed.errors import Fault
 
 GROUP_KINDS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
@@ -17,27 +21,20 @@ def check(loaded: LoadedProfile, world_size: int = 1) -> list[Fault]:
 
 
 def _fault(loaded: LoadedProfile, key: str, found: str, allowed: str = "", fix: str = "") -> Fault:
-    return Fault(where=loaded.origin(key), found=f"{key}: {found}", allowed=allowed, fix=fix)
-
-
-def _set(loaded: LoadedProfile, key: str) -> bool:
-    """True when the user, not a default or a packaged profile, set `key` or something below it."""
-    return any(
-        (k == key or k.startswith(f"{key}.")) and not o.startswith("profile ") for k, o in loaded.origins.items()
-    )
+    return Fault(where=loaded.where(key), found=f"{key}: {found}", allowed=allowed, fix=fix)
 
 
 def groups_need_two_answers(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     """A group of one has nothing to be compared with (num-11)."""
     p = loaded.profile
-    if p.algorithm.kind in GROUP_KINDS and p.rollout.n < 2:
-        yield _fault(
-            loaded,
-            "rollout.n",
-            f"{p.rollout.n} with algorithm.kind={p.algorithm.kind}",
-            "at least 2",
-            "set rollout.n=8",
-        )
+    if p.rollout.n >= 2:
+        return
+    if p.algorithm.kind in GROUP_KINDS:
+        found = f"{p.rollout.n} with algorithm.kind={p.algorithm.kind}"
+        yield _fault(loaded, "rollout.n", found, "at least 2", "set rollout.n=8")
+    if p.algorithm.filter_groups:
+        found = f"{p.rollout.n} with algorithm.filter_groups=true: a group of one is always left out"
+        yield _fault(loaded, "rollout.n", found, "at least 2", "set rollout.n=8, or filter_groups=false")
 
 
 def lengths_fit(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
@@ -45,206 +42,203 @@ def lengths_fit(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     p = loaded.profile
     longest, answer = p.data.max_length, p.rollout.max_new_tokens
     if answer >= longest:
-        yield _fault(
-            loaded,
-            "rollout.max_new_tokens",
-            f"{answer}, not less than data.max_length {longest}",
-            f"at most {longest - 1}",
-            "raise data.max_length or lower rollout.max_new_tokens",
-        )
+        found = f"{answer}, not less than data.max_length {longest}"
+        fix = "raise data.max_length or lower rollout.max_new_tokens"
+        yield _fault(loaded, "rollout.max_new_tokens", found, f"at most {longest - 1}", fix)
     elif p.data.max_prompt_length is not None and p.data.max_prompt_length + answer > longest:
-        yield _fault(
-            loaded,
-            "data.max_prompt_length",
-            f"{p.data.max_prompt_length} + rollout.max_new_tokens {answer} is more than data.max_length {longest}",
-            f"at most {longest - answer}",
-        )
+        prompt = p.data.max_prompt_length
+        found = f"{prompt} + rollout.max_new_tokens {answer} is more than data.max_length {longest}"
+        fix = "raise data.max_length or lower one of the other two"
+        yield _fault(loaded, "data.max_prompt_length", found, f"at most {longest - answer}", fix)
 
 
 def longest_sequence_fits_a_bin(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     """Checked before the first step, not when the first long sequence turns up (pack-24)."""
     p = loaded.profile
-    if p.model.use_remove_padding and p.packing.capacity is not None and p.packing.capacity < p.data.max_length:
-        yield _fault(
-            loaded,
-            "packing.capacity",
-            f"{p.packing.capacity} tokens, but a sequence may have data.max_length {p.data.max_length} "
-            f"(answer up to {p.rollout.max_new_tokens})",
-            f"at least {p.data.max_length}",
-            "raise packing.capacity or lower data.max_length",
+    capacity, longest = p.packing.capacity, p.data.max_length
+    if p.model.use_remove_padding and capacity is not None and capacity < longest:
+        prompt = p.data.max_prompt_length or longest - p.rollout.max_new_tokens
+        found = (
+            f"{capacity} tokens, but a sequence may have data.max_length {longest} "
+            f"(prompt up to {prompt}, answer up to {p.rollout.max_new_tokens})"
         )
+        fix = "raise packing.capacity or lower data.max_length"
+        yield _fault(loaded, "packing.capacity", found, f"at least {longest}", fix)
 
 
-def minibatch_fits_the_batch(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
+def minibatch_divides_the_batch(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     """Mini-batches cut the step's prompts."""
     p = loaded.profile
-    size = p.algorithm.mini_batch_size
-    if size is not None and (size > p.data.batch_size or p.data.batch_size % size):
-        yield _fault(
-            loaded, "algorithm.mini_batch_size", f"{size}", f"a divisor of data.batch_size {p.data.batch_size}"
-        )
+    size, batch = p.algorithm.mini_batch_size, p.data.batch_size
+    if size is not None and batch % size:
+        yield _fault(loaded, "algorithm.mini_batch_size", f"{size}", f"a divisor of data.batch_size {batch}")
 
 
 def adaptive_kl_is_in_the_reward(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     """The controller moves the penalty in the reward."""
     kl = loaded.profile.algorithm.kl
     if kl.controller == "adaptive" and kl.where != "reward":
-        yield _fault(
-            loaded,
-            "algorithm.kl.controller",
-            f"adaptive with algorithm.kl.where={kl.where}",
-            "fixed, or algorithm.kl.where=reward",
-        )
+        found = f"adaptive with algorithm.kl.where={kl.where}"
+        yield _fault(loaded, "algorithm.kl.controller", found, "fixed, or algorithm.kl.where=reward")
 
 
-def keys_without_effect_are_refused(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
-    """A key that the user set and that this run would not look at."""
+def correction_band_is_a_band(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
+    """The masks keep weights between two ends."""
+    r = loaded.profile.rollout
+    if r.correction.endswith("_mask") and r.correction_lower >= r.correction_threshold:
+        found = f"{r.correction_lower}, not less than rollout.correction_threshold {r.correction_threshold}"
+        yield _fault(loaded, "rollout.correction_lower", found, f"less than {r.correction_threshold}")
+
+
+def overlong_buffer_fits_the_answer(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
+    """The soft penalty begins inside the answer."""
     p = loaded.profile
-    critic = "needs algorithm.kind=ppo"
-    reasons: list[tuple[bool, tuple[str, ...], str]] = [
-        (
-            p.algorithm.kind != "ppo",
-            ("model.critic", "optim.critic", "algorithm.value_clip", "algorithm.lam", "algorithm.critic_warmup_steps"),
-            critic,
-        ),
-        (
-            p.algorithm.kind not in ("ppo", "reinforce_pp"),
-            ("algorithm.gamma",),
-            "needs algorithm.kind=ppo or reinforce_pp",
-        ),
-        (p.model.use_remove_padding, ("packing.micro_batch_size",), "needs model.use_remove_padding=false"),
-        (not p.model.use_remove_padding, ("packing.capacity",), "needs model.use_remove_padding=true"),
-        (p.algorithm.kl.where == "none", ("model.reference",), "needs algorithm.kl.where=reward or loss"),
-        (
-            p.algorithm.kl.where == "none",
-            ("algorithm.kl.coef", "algorithm.kl.estimator"),
-            "needs algorithm.kl.where=reward or loss",
-        ),
-        (
-            p.algorithm.kl.controller != "adaptive",
-            ("algorithm.kl.target", "algorithm.kl.horizon"),
-            "needs algorithm.kl.controller=adaptive",
-        ),
-        (p.algorithm.policy_loss != "clip", ("algorithm.dual_clip",), "needs algorithm.policy_loss=clip"),
-        (
-            p.algorithm.policy_loss == "gspo",
-            ("algorithm.loss_agg",),
-            "gspo is defined with seq-mean-token-mean; leave it out",
-        ),
-        (
-            p.algorithm.loss_agg != "seq-mean-token-sum-norm",
-            ("algorithm.loss_norm_scale",),
-            "needs algorithm.loss_agg=seq-mean-token-sum-norm",
-        ),
-        (
-            p.rollout.temperature == 0.0,
-            ("rollout.top_k", "rollout.top_p", "rollout.min_p"),
-            "needs rollout.temperature above 0",
-        ),
-        (
-            p.rollout.correction == "none",
-            ("rollout.correction_threshold", "rollout.correction_lower"),
-            "needs rollout.correction",
-        ),
-        (
-            p.reward.model.path is None,
-            ("reward.model.weight", "reward.model.use_chat_template"),
-            "needs reward.model.path",
-        ),
-        (p.reward.on_failure == "stop", ("reward.max_failed_share",), "needs reward.on_failure=mask"),
-        (
-            p.data.val_files is None,
-            ("run.validate_every", "run.validation_temperature", "run.validation_n", "data.max_val_samples"),
-            "needs data.val_files",
-        ),
-        (p.run.steps is not None, ("run.epochs",), "run.steps says how long the run is; leave one of the two out"),
-    ]
-    for applies, keys, need in reasons:
-        for key in keys:
-            if applies and _set(loaded, key) and _chosen(loaded, key):
-                yield _fault(loaded, key, "has no effect in this run", need)
+    buffer, answer = p.algorithm.overlong_penalty.buffer, p.rollout.max_new_tokens
+    if buffer > answer:
+        found = f"{buffer}, more than rollout.max_new_tokens {answer}"
+        yield _fault(loaded, "algorithm.overlong_penalty.buffer", found, f"at most {answer}")
 
 
-def _chosen(loaded: LoadedProfile, key: str) -> bool:
-    """False when the user wrote the default value down (a resolved.yaml does), which asks for nothing."""
-    from rlspeed.config.schema import Data, Model, Profile
-
-    default = Profile(model=Model(path="x"), data=Data(train_files="x"))
-    ours: object = loaded.profile
-    theirs: object = default
-    for part in key.split("."):
-        ours, theirs = getattr(ours, part), getattr(theirs, part)
-    return ours != theirs
-
-
-def greedy_groups_are_equal(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
-    """Greedy answers of one prompt are all the same, so nothing can be compared."""
+def actor_learns_at_some_step(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
+    """A warm-up of the critic ends before the run does."""
     p = loaded.profile
-    if p.rollout.temperature == 0.0:
-        yield _fault(loaded, "rollout.temperature", "0 in training", "above 0", "greedy answers explore nothing")
+    steps, warmup = p.run.steps, p.algorithm.critic_warmup_steps
+    if p.algorithm.kind == "ppo" and steps is not None and warmup >= steps:
+        found = f"{warmup} of run.steps {steps}: the actor would never learn"
+        yield _fault(loaded, "algorithm.critic_warmup_steps", found, f"at most {steps - 1}")
+
+
+def training_samples(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
+    """Greedy answers explore nothing, and those of one prompt are all the same."""
+    if loaded.profile.rollout.temperature == 0.0:
+        fix = "validation alone is greedy: run.validation_temperature"
+        yield _fault(loaded, "rollout.temperature", "0 in training", "above 0", fix)
+
+
+def resume_has_a_folder(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
+    """A run that goes on needs the folder that it goes on in."""
+    run = loaded.profile.run
+    if run.resume and run.dir is None:
+        yield _fault(loaded, "run.resume", "true without run.dir", fix="rlspeed train RUN_FOLDER --resume")
 
 
 def loggers_are_installed(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     """Found now, not after the models are loaded."""
-    for name in loaded.profile.run.loggers:
+    for name in dict.fromkeys(loaded.profile.run.loggers):
         if importlib.util.find_spec(name) is None:
             yield _fault(loaded, "run.loggers", f"{name} is not installed", fix=f"pip install 'rlspeed[{name}]'")
 
 
-def not_yet(loaded: LoadedProfile, world_size: int) -> Iterator[Fault]:
-    """Settings that this version understands and cannot do."""
-    p = loaded.profile
-    actor = p.model.actor
-    if actor.use_vllm_for_generation or (p.devices.actor is not None and p.devices.actor.use_vllm):
-        key = "devices.actor.use_vllm" if not actor.use_vllm_for_generation else "model.actor.use_vllm_for_generation"
-        yield _fault(
-            loaded, key, "true", "false", "generation with vLLM cannot be done yet; use the built-in generator"
-        )
-    for key, value in (
-        ("model.actor.use_3d_hybrid_engine", actor.use_3d_hybrid_engine),
-        ("model.actor.enable_auto_repartition_for_training", actor.enable_auto_repartition_for_training),
-        ("model.actor.use_lightweight_sharding_for_generation", actor.use_lightweight_sharding_for_generation),
-    ):
-        if not value:
-            yield _fault(loaded, key, "false", "true", "switching it off cannot be done yet")
-    meshes = {}
-    for role in ("actor", "critic", "reference", "reward_model"):
-        placement = getattr(p.devices, role)
-        if placement is None:
-            continue
-        where = f"devices.{role}"
-        if placement.device_mesh is not None:
-            meshes[role] = tuple(placement.device_mesh)
-        if placement.tensor_parallel_size > 1 or placement.sequence_parallel_size > 1:
-            yield _fault(loaded, where, "tensor or sequence parallel training", "degree 1", "cannot be done yet")
-        if placement.fsdp_config.sharding_strategy != "FULL_SHARD":
-            found = placement.fsdp_config.sharding_strategy
-            yield _fault(loaded, f"{where}.fsdp_config.sharding_strategy", found, "FULL_SHARD", "cannot be done yet")
-        if placement.fsdp_config.cpu_offload:
-            yield _fault(loaded, f"{where}.fsdp_config.cpu_offload", "true", "false", "cannot be done yet")
-        if placement.strategy == "none" and world_size > 1:
-            yield _fault(loaded, f"{where}.strategy", "none on several ranks", "fsdp2", "cannot be done yet")
-        if placement.use_cpu_offload and placement.device_mesh != ["cpu"]:
-            yield _fault(
-                loaded, f"{where}.use_cpu_offload", "true", "false, or device_mesh: [cpu]", "cannot be done yet"
-            )
-    apart = {m for r, m in meshes.items() if not (r == "reward_model" and m == ("cpu",))}
-    whole = tuple(range(world_size))
-    if any(m not in (whole, ("cpu",)) for m in apart) or len(apart) > 1:
-        text = "; ".join(f"{r} on {list(m)}" for r, m in meshes.items())
-        yield _fault(
-            loaded, "devices", text, "all models on all ranks", "roles on devices of their own cannot be done yet"
-        )
+def every_key_has_an_effect(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
+    """A key that the user set and that this run would not look at."""
+    for applies, keys, need in _without_effect(loaded.profile):
+        for key in keys:
+            if applies and _asked_for(loaded, key):
+                yield _fault(loaded, key, "has no effect in this run", need, f"leave {key} out")
+
+
+def _without_effect(p: Profile) -> list[tuple[bool, tuple[str, ...], str]]:
+    """(condition of the run, keys that then change nothing, what they would need)."""
+    kl, optim, critic = p.algorithm.kl, p.optim, p.algorithm.kind == "ppo"
+    packed, mask = p.model.use_remove_padding, p.rollout.correction.endswith("_mask")
+    of_critic = (
+        "model.critic",
+        "optim.critic",
+        "algorithm.value_clip",
+        "algorithm.lam",
+        "algorithm.critic_warmup_steps",
+    )
+    with_kl = ("model.reference", "algorithm.kl.coef", "algorithm.kl.estimator")
+    in_validation = (
+        "run.validate_every",
+        "run.validation_temperature",
+        "run.validation_n",
+        "data.max_val_samples",
+    )
+    ratio = "min_lr_ratio"
+    return [
+        (not critic, of_critic, "algorithm.kind=ppo"),
+        (p.algorithm.kind not in ("ppo", "reinforce_pp"), ("algorithm.gamma",), "algorithm.kind=ppo or reinforce_pp"),
+        (packed, ("packing.micro_batch_size",), "model.use_remove_padding=false"),
+        (not packed, ("packing.capacity", "model.attention"), "model.use_remove_padding=true"),
+        (kl.where == "none", with_kl, "algorithm.kl.where=reward or loss"),
+        (
+            kl.controller != "adaptive",
+            ("algorithm.kl.target", "algorithm.kl.horizon"),
+            "algorithm.kl.controller=adaptive",
+        ),
+        (p.algorithm.policy_loss != "clip", ("algorithm.dual_clip",), "algorithm.policy_loss=clip"),
+        (p.algorithm.policy_loss == "gspo", ("algorithm.loss_agg",), "another policy_loss: gspo has its own average"),
+        (
+            p.algorithm.loss_agg != "seq-mean-token-sum-norm",
+            ("algorithm.loss_norm_scale",),
+            "algorithm.loss_agg=seq-mean-token-sum-norm",
+        ),
+        (
+            p.algorithm.overlong_penalty.buffer == 0,
+            ("algorithm.overlong_penalty.factor",),
+            "algorithm.overlong_penalty.buffer above 0",
+        ),
+        (
+            p.rollout.temperature == 0.0,
+            ("rollout.top_k", "rollout.top_p", "rollout.min_p"),
+            "rollout.temperature above 0",
+        ),
+        (
+            p.run.validation_temperature == 0.0 and p.data.val_files is not None,
+            ("run.validation_n",),
+            "run.validation_temperature above 0: greedy answers are all the same",
+        ),
+        (p.rollout.correction == "none", ("rollout.correction_threshold",), "rollout.correction"),
+        (not mask, ("rollout.correction_lower",), "rollout.correction=token_mask or sequence_mask"),
+        (p.reward.model.path is None, ("reward.model.weight", "reward.model.use_chat_template"), "reward.model.path"),
+        (p.reward.on_failure == "stop", ("reward.max_failed_share",), "reward.on_failure=mask"),
+        (p.data.val_files is None, in_validation, "data.val_files"),
+        (optim.actor.schedule == "constant", (f"optim.actor.{ratio}",), "optim.actor.schedule=cosine or linear"),
+        (
+            critic and optim.critic.schedule == "constant",
+            (f"optim.critic.{ratio}",),
+            "optim.critic.schedule=cosine or linear",
+        ),
+        (p.run.steps is not None, ("run.epochs",), "run.steps=null: one of the two says how long the run is"),
+    ]
+
+
+def _asked_for(loaded: LoadedProfile, key: str) -> bool:
+    """True when the user asks for `key`: by a word, or by a value in a file that is not the default.
+
+    A default written down in a file asks for nothing; each resolved.yaml holds them all. Packaged profiles do not ask.
+    """
+    origins = [o for k, o in loaded.origins.items() if k == key or k.startswith(f"{key}.")]
+    if OVERRIDE in origins:
+        return True
+    return any(not o.startswith("profile ") for o in origins) and _at(loaded.profile, key) != _at(_defaults(), key)
+
+
+@cache
+def _defaults() -> Profile:
+    return Profile(model=Model(path="-"), data=Data(train_files="-"))
+
+
+def _at(profile: Profile, key: str) -> object:
+    value: object = profile
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
 
 
 RULES = (
     groups_need_two_answers,
     lengths_fit,
     longest_sequence_fits_a_bin,
-    minibatch_fits_the_batch,
+    minibatch_divides_the_batch,
     adaptive_kl_is_in_the_reward,
-    keys_without_effect_are_refused,
-    greedy_groups_are_equal,
+    correction_band_is_a_band,
+    overlong_buffer_fits_the_answer,
+    actor_learns_at_some_step,
+    training_samples,
+    resume_has_a_folder,
     loggers_are_installed,
-    not_yet,
+    every_key_has_an_effect,
+    cannot_be_done_yet,
 )

@@ -8,24 +8,38 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, Strict
 
 from rlspeed.config.device_schema import DeviceMapping
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+
+def _whole(value: Any) -> Any:
+    """1e4 is a whole number too; true is none."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+PositiveInt = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+NonNegativeInt = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 LossAgg = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values are frozen after validation."""
+    """Base of all sections: unknown keys are refused, types are not guessed, values are frozen after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
 
 
 class ActorModel(Section):
@@ -86,7 +100,7 @@ class Data(Section):
     """Column with the prompt: a string or a list of {role, content} messages."""
     system_prompt: str | None = None
     """Put as a system message before message lists that have none."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, JsonValue] = {}
     """Further arguments for the tokenizer's chat template."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: message lists only; always: strings too, as one user message; never: strings only, as they are."""
@@ -213,7 +227,7 @@ class RewardFunction(Section):
     """Name in metrics; null: the function's."""
     signature: Literal["auto", "verl", "trl", "openrlhf"] = "auto"
     """How it is called; auto decides by the names of its arguments."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, JsonValue] = {}
     """Further keyword arguments for each call."""
 
 
@@ -249,7 +263,7 @@ class Optimizer(Section):
 
     lr: PositiveFloat = 1e-6
     """Learning rate after warm-up."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.999)
     """Adam's averaging factors."""
     eps: PositiveFloat = 1e-8
     """Adam's epsilon."""

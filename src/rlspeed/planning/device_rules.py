@@ -269,9 +269,9 @@ def host_memory_suffices(now: Situation) -> list[Fault]:
 
 
 def shared_memory_suffices(now: Situation) -> list[Fault]:
-    """NCCL and worker processes pass data through /dev/shm; containers get 64 MiB unless told otherwise."""
+    """NCCL passes data through /dev/shm; containers get 64 MiB unless told otherwise."""
     size = now.machine.shm_bytes
-    several = any(len(p.ranks) > 1 for p in now.devices.roles.values())
+    several = any(len(p.ranks) > 1 for _, p, _ in now.on_gpu())
     if size is None or size >= LEAST_SHM_BYTES or not several:
         return []
     found = f"{size / (1 << 20):.0f} MiB"

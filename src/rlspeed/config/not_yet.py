@@ -1,0 +1,93 @@
+"""Settings that this version understands and cannot do: accepted by the schema, refused before a run, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlspeed.config.device_schema import DeviceMapping, RolePlacement
+from rlspeed.config.load import LoadedProfile
+from rlspeed.config.schema import Profile
+from rlspeed.errors import Fault
+
+ENGINE_KEYS = (
+    "use_3d_hybrid_engine",
+    "use_lightweight_sharding_for_generation",
+    "enable_auto_repartition_for_training",
+)
+
+
+def cannot_be_done_yet(loaded: LoadedProfile, world_size: int) -> Iterator[Fault]:
+    """One fault for each such key."""
+    p = loaded.profile
+    found = [*_generation(p)]
+    for role, place in roles_in_use(p).items():
+        found.extend(_placement(f"devices.{role}", place, world_size))
+    found.extend(_apart(p, world_size))
+    for key, is_set_to, allowed, fix in found:
+        yield Fault(
+            where=loaded.where(key),
+            found=f"{key} is {is_set_to}, which this version cannot do yet",
+            allowed=allowed,
+            fix=fix,
+        )
+
+
+Finding = tuple[str, str, str, str]
+
+
+def _generation(p: Profile) -> Iterator[Finding]:
+    """vLLM, and other weights for generation than the actor's own."""
+    actor, mapped = p.model.actor, p.devices.actor
+    if mapped is not None and mapped.use_vllm:
+        fix = "the built-in generator does it: devices.actor.use_vllm=false"
+        yield "devices.actor.use_vllm", "true", "false", fix
+    elif actor.use_vllm_for_generation and (mapped is None or mapped.use_vllm is None):
+        fix = "the built-in generator does it: model.actor.use_vllm_for_generation=false"
+        yield "model.actor.use_vllm_for_generation", "true", "false", fix
+    for key in ENGINE_KEYS:
+        if not getattr(actor, key):
+            yield f"model.actor.{key}", "false", "true", f"leave model.actor.{key} out"
+
+
+def roles_in_use(p: Profile) -> dict[str, RolePlacement]:
+    """The sections of the device mapping whose role this run has."""
+    has = {
+        "actor": True,
+        "critic": p.algorithm.kind == "ppo",
+        "reference": p.algorithm.kl.where != "none",
+        "reward_model": p.reward.model.path is not None,
+    }
+    places = {role: getattr(p.devices, role) for role in DeviceMapping.model_fields}
+    return {role: place for role, place in places.items() if place is not None and has[role]}
+
+
+def _placement(key: str, place: RolePlacement, world_size: int) -> Iterator[Finding]:
+    """Degrees, sharding and offload of one role."""
+    for degree in ("tensor_parallel_size", "sequence_parallel_size"):
+        if getattr(place, degree) > 1:
+            yield f"{key}.{degree}", str(getattr(place, degree)), "1", f"leave {key}.{degree} out"
+    sharding = place.fsdp_config.sharding_strategy
+    if sharding in ("SHARD_GRAD_OP", "HYBRID_SHARD") or (sharding == "NO_SHARD" and world_size > 1):
+        yield f"{key}.fsdp_config.sharding_strategy", sharding, "FULL_SHARD", "take FULL_SHARD"
+    if place.strategy == "none" and world_size > 1:
+        yield f"{key}.strategy", f"none on {world_size} ranks", "fsdp2", "take fsdp2, or one rank"
+    if place.fsdp_config.cpu_offload:
+        yield f"{key}.fsdp_config.cpu_offload", "true", "false", f"leave {key}.fsdp_config.cpu_offload out"
+    if place.use_cpu_offload and place.device_mesh != ["cpu"]:
+        yield f"{key}.use_cpu_offload", "true", "false, or device_mesh: [cpu]", f"leave {key}.use_cpu_offload out"
+
+
+def _apart(p: Profile, world_size: int) -> Iterator[Finding]:
+    """Roles on devices of their own; a reward model on the host can be done."""
+    places = roles_in_use(p)
+    own = places["actor"].device_mesh if "actor" in places else None
+    actors = own if own is not None else list(range(world_size))
+    for role, place in places.items():
+        mesh = place.device_mesh
+        if role == "actor" or mesh is None or (role == "reward_model" and mesh == ["cpu"]):
+            continue
+        if sorted(map(str, mesh)) != sorted(map(str, actors)):
+            shown = ", ".join(map(str, actors))
+            fix = f"give {role} the actor's devices: devices.{role}.device_mesh=null devices.{role}.shares_with=actor"
+            found = f"[{', '.join(map(str, mesh))}] and the actor is on [{shown}]"
+            yield f"devices.{role}.device_mesh", found, f"the actor's devices [{shown}]", fix
