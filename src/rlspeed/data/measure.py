@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from rlspeed.data.files import DataFile, FaultLog, RowFaults
 from rlspeed.data.render import PromptRenderer, Rendered
@@ -132,11 +131,3 @@ def _note(
         reason = f"no key {prompt_key!r}" if missing else text.fault or "the prompt has no tokens"
         out.bad.add(chunk.file, chunk.name(i), reason)
         out.bad_index.append(start + i)
-
-
-def ids_batch(ids: list[list[int]]) -> pa.RecordBatch:
-    """Token ids of rows as a batch with one column, large_list<int32>."""
-    offsets = np.concatenate([[0], np.cumsum([len(x) for x in ids], dtype=np.int64)])
-    flat = np.fromiter((t for x in ids for t in x), dtype=np.int32, count=int(offsets[-1]))
-    column = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(flat))
-    return pa.RecordBatch.from_arrays([column], ["input_ids"])

@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from rlspeed.config.schema import Data, Rollout
+from rlspeed.data.bins import check_tokenizer, is_packed, unpack
 from rlspeed.data.files import DataFile, FaultLog, RowFaults, expand, name_rows
-from rlspeed.data.render import PromptRenderer, Rendered
+from rlspeed.data.render import PromptRenderer, Rendered, tokenizer_digest
 from rlspeed.data.schema import Kinds
 from rlspeed.data.store import RowStore
 from rlspeed.data.tables import Chunk, open_tables
@@ -51,13 +52,14 @@ class PromptRow:
 
     @property
     def prompt(self) -> Any:
-        """The prompt as in the data: a string or a list of messages."""
-        return self._row[self._table.prompt_key]
+        """The prompt as in the data: a string or a list of messages; of packed data without prompts, the text."""
+        found = self._row[self._table.prompt_key]
+        return self.text if found is None else found
 
     @cached_property
     def text(self) -> str:
         """What the model sees: the rendered prompt, or what is left of it."""
-        if self.truncated:
+        if self.truncated or self._table.packed:
             return str(self._table.renderer.tokenizer.decode(list(self.token_ids), skip_special_tokens=False))
         return self._table.renderer.render([self.prompt])[0].text
 
@@ -106,7 +108,8 @@ class PromptTable:
     """All usable prompts of one split, in the order of the files.
 
     tokens int32, offsets int64: row k's ids are `tokens[offsets[k]:offsets[k + 1]]`. kept: number of each usable row
-    over all files. notes: sentences about what was read, dropped or cut. counts: rows read, dropped, truncated, blank.
+    over all files. packed: the data came with token ids. notes: sentences about what was read, dropped or cut.
+    counts: rows read, dropped, truncated, blank.
     """
 
     def __init__(self, prompt_key: str, renderer: PromptRenderer) -> None:
@@ -117,6 +120,7 @@ class PromptTable:
         self.offsets = array("q", [0])
         self.kept = array("q")
         self.truncated: set[int] = set()
+        self.packed = False
         self.columns: dict[str, None] = {}
         self.notes: tuple[str, ...] = ()
         self.counts: dict[str, int] = {}
@@ -205,10 +209,15 @@ def load_prompts(data: Data, rollout: Rollout, tokenizer: Any, split: Split) -> 
     )
     where = f"data.{split}_files"
     tables = open_tables(expand(spec, where))
-    tables.require_column(data.prompt_key, "set data.prompt_key")
     build = _Build(PromptTable(data.prompt_key, renderer), limit, data.overlong)
+    if is_packed(tables):
+        check_tokenizer(tables, tokenizer_digest(tokenizer))
+        build.table.packed = True
+    else:
+        tables.require_column(data.prompt_key, "set data.prompt_key")
     for file, schema in tables.schemas:
-        build.add_schema(file, schema)
+        if not build.table.packed:
+            build.add_schema(file, schema)
     for chunk in tables.chunks(build.log):
         build.add(chunk)
     return build.finish(split, where, tables.unified.notes if tables.unified else ())
@@ -239,6 +248,9 @@ class _Build:
         table = self.table
         if chunk.first == 0:
             table.starts.append((len(table.store), chunk.file))
+        if table.packed:
+            self._add_packed(chunk)
+            return
         for record in chunk.records:
             self.kinds.add_record(chunk.file, record)
             table.columns.update(dict.fromkeys(record))
@@ -249,6 +261,16 @@ class _Build:
             rendered = table.renderer.render(prompts[at : at + ENCODE_ROWS])
             for i, (text, ids) in enumerate(zip(rendered, table.renderer.token_ids(rendered)), at):
                 self._row(chunk, i, start + i, text, ids)
+
+    def _add_packed(self, chunk: Chunk) -> None:
+        """Take the rows in the bins of a chunk."""
+        table = self.table
+        start = len(table.store)
+        rows, ids = unpack(chunk, start - table.starts[-1][0], table.prompt_key)
+        table.columns.update(dict.fromkeys(rows.batch.schema.names))
+        table.store.append(rows)
+        for i, one in enumerate(ids):
+            self._row(rows, i, start + i, Rendered(), one)
 
     def _row(self, chunk: Chunk, i: int, index: int, text: Rendered, ids: list[int]) -> None:
         if text.fault or not ids:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +17,7 @@ from rlspeed.errors import ConfigError, Fault
 Mode = Literal["auto", "always", "never"]
 _RESERVED = ("conversation", "tokenize", "add_generation_prompt", "padding", "truncation", "return_tensors")
 _PROBE = "a"
+_SLICE_CHARS = 2 << 20
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, without_torch: bool = False, where: str = "") -> Any:
@@ -41,6 +44,18 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, without_torch:
                 fix="check the path; without network a hub name must be in the local cache",
             )
         ) from error
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """sha256 over what decides about ids: vocabulary, merges, added tokens and chat template."""
+    parts: dict[str, Any] = {"vocab": sorted(tokenizer.get_vocab().items()), "template": tokenizer.chat_template}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        whole = json.loads(backend.to_str())
+        parts["model"] = {k: v for k, v in whole["model"].items() if k != "vocab"}
+        parts["steps"] = [whole.get(k) for k in ("normalizer", "pre_tokenizer")]
+        parts["added"] = sorted((t["id"], t["content"]) for t in whole.get("added_tokens") or [])
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode("utf-8")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +136,7 @@ class PromptRenderer:
         if self.backend is None:
             counts = [len(ids) for ids in self._encode(texts)]
         else:
-            counts = [len(e) for e in self._fast(texts)]
+            counts = [len(e) for part in _slices(texts) for e in self._fast(part)]
         extra = len(self.prefix_ids)
         return [n + extra if r.add_prefix and n else n for r, n in zip(rendered, counts)]
 
@@ -130,7 +145,7 @@ class PromptRenderer:
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         if self.backend is not None:
-            return [e.ids for e in self._fast(texts)]
+            return [e.ids for part in _slices(texts) for e in self._fast(part)]
         return [list(self.tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
 
     def _fast(self, texts: list[str]) -> list[Any]:
@@ -216,6 +231,18 @@ def _part_text(part: Any, message: int, index: int) -> str:
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise _BadPrompt(f"content part {index} of message {message} is of type {kind!r}; only text parts can be used")
+
+
+def _slices(texts: list[str]) -> Iterator[list[str]]:
+    """Texts of together about _SLICE_CHARS: what the library makes of them takes some hundred bytes per token."""
+    start = held = 0
+    for at, text in enumerate(texts):
+        held += len(text)
+        if held >= _SLICE_CHARS:
+            yield texts[start : at + 1]
+            start, held = at + 1, 0
+    if start < len(texts):
+        yield texts[start:]
 
 
 def _is_blank(chat: list[dict[str, Any]]) -> bool:

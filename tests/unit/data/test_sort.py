@@ -351,7 +351,7 @@ def test_buckets_waste_little_and_their_lengths_do_not_run_in_a_saw_tooth():
     order = plan_order(lengths, "bucket", bucket_rows=8, seed=1, longest_first=True)
     assert sorted(order.tolist()) == list(range(1003))
     batches = lengths[order][:1000].reshape(-1, 8)
-    assert 1 - batches.sum() / (batches.max(axis=1) * 8).sum() < 0.04  # in input order it is 0.45
+    assert 1 - batches.sum() / (batches.max(axis=1) * 8).sum() < 0.04  # in input order it is 0.54
     means = batches.mean(axis=1)
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.25
     assert batches[0].max() == lengths.max()
