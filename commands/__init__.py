@@ -10,6 +10,7 @@ from rlspeed import __version__
 
 from .check_devices import check_devices
 from .console import errors_to_exit_codes
+from .preprocess import app as preprocess
 from .train import train
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command("check-devices")(check_devices)
+app.add_typer(preprocess, name="preprocess")
 
 
 def _version(wanted: bool) -> None:
