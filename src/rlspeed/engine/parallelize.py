@@ -29,6 +29,12 @@ def checkpoint_blocks(blocks: nn.ModuleList) -> None:
         block.forward = forward  # type: ignore[method-assign]
 
 
+def compile_blocks(blocks: nn.ModuleList) -> None:
+    """torch.compile each block on its own, for any number of tokens; the same code serves all blocks of a model."""
+    for block in blocks:
+        block.compile(dynamic=True)
+
+
 def shard(
     model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh, *, compute: torch.dtype, reduce: torch.dtype
 ) -> None:
