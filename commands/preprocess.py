@@ -63,7 +63,10 @@ if TYPE_CHECKING:
     from rlspeed.data.stats import Stats
 
 app = typer.Typer(
-    no_args_is_help=True, help="Sort, pack and measure files of prompts.", pretty_exceptions_show_locals=False
+    no_args_is_help=True,
+    help="Sort, pack and measure files of prompts.",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rlspeed.data.skeleton import Skeletons
 from rlspeed.errors import ConfigError, Fault
 
 Mode = Literal["auto", "always", "never"]
@@ -100,6 +101,7 @@ class PromptRenderer:
         self.has_template = bool(getattr(tokenizer, "chat_template", None)) or "chat_template" in self.kwargs
         self.prefix_ids = _prefix_ids(tokenizer)
         self.prefix_text = "".join(tokenizer.convert_ids_to_tokens(list(self.prefix_ids)))
+        self.skeletons = Skeletons(tokenizer, self.kwargs, self._template)
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
         if self.backend is not None:  # a tokenizer.json may come with a cut or padding of its own
             self.backend.no_truncation()
@@ -175,7 +177,17 @@ class PromptRenderer:
         return messages
 
     def _apply(self, chats: list[list[dict[str, Any]]]) -> list[str | Rendered]:
-        """The chats through the template: all at once, and one by one when one of them is refused."""
+        """The chats through the template: by its skeleton where it has one, else through Jinja."""
+        out: list[str | Rendered | None] = list(self.skeletons.render(chats))
+        slow = [i for i, text in enumerate(out) if text is None]
+        for i, text in zip(slow, self._slowly([chats[i] for i in slow])):
+            out[i] = text
+        return [text for text in out if text is not None]
+
+    def _slowly(self, chats: list[list[dict[str, Any]]]) -> list[str | Rendered]:
+        """The chats through Jinja: all at once, and one by one when one of them is refused."""
+        if not chats:
+            return []
         try:
             return list(self._template(chats))
         except Exception:
@@ -188,7 +200,7 @@ class PromptRenderer:
                     out.append(Rendered(fault=f"the chat template refuses it: {why or type(error).__name__}"))
             return out
 
-    def _template(self, chats: list[list[dict[str, Any]]]) -> list[str]:
+    def _template(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
         return list(
             self.tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True, **self.kwargs)
         )
