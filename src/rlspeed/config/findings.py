@@ -37,7 +37,8 @@ def faults_of(
     out: dict[str, Fault] = {}
     for item in error.errors(include_url=False):
         kind = item["type"]
-        dotted = ".".join(_written(item["loc"], data, keep_last=kind == "missing"))
+        path = _written(item["loc"], data, keep_last=kind == "missing")
+        dotted = ".".join(map(str, path))
         if kind == "extra_forbidden":
             for fault in _unknown(dotted, item["input"], where):
                 out.setdefault(f"{dotted} {fault.found}", fault)
@@ -45,9 +46,11 @@ def faults_of(
             continue
         elif kind == "missing":
             fix = f"set it: {dotted}=..."
-            out[dotted] = Fault(where=where(dotted), found=f"{dotted} is required and not set", fix=fix)
+            place = where(dotted)
+            place = "configuration" if place == "default" else place
+            out[dotted] = Fault(where=place, found=f"{dotted} is required and not set", fix=fix)
         else:
-            out[dotted] = _wrong_value(dotted, _at(dotted, data), item, where, out.get(dotted))
+            out[dotted] = _wrong_value(dotted, _at(path, data), item, where, out.get(dotted))
     return list(out.values())
 
 
@@ -58,7 +61,12 @@ def _unknown(dotted: str, value: Any, where: Where) -> Iterator[Fault]:
         for name, inner in value.items():
             yield from _unknown(f"{dotted}.{name}", inner, where)
         return
-    fix = f"did you mean {near[0]}?" if isinstance(value, Mapping) and near else suggestion(dotted, all_keys())
+    if isinstance(value, Mapping) and near:
+        fix = f"did you mean {near[0]}?"
+    elif dotted in all_keys():
+        fix = "in a file each part is a key of its own, one inside the other"
+    else:
+        fix = suggestion(dotted, all_keys())
     shown = "" if isinstance(value, Mapping) else f" (set to {shorten(value)})"
     yield Fault(where=where(dotted), found=f"unknown key {dotted}{shown}", fix=fix)
 
@@ -107,22 +115,22 @@ def _looks(kind: str, text: str) -> bool:
     return True
 
 
-def _written(loc: tuple[int | str, ...], data: Any, *, keep_last: bool) -> list[str]:
+def _written(loc: tuple[int | str, ...], data: Any, *, keep_last: bool) -> list[int | str]:
     """The key path as the user wrote it, without the names that pydantic adds for the members of a union."""
-    kept: list[str] = []
+    kept: list[int | str] = []
     for i, part in enumerate(loc):
         inside = isinstance(data, Mapping) and part in data
         if inside or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
-            kept.append(str(part))
+            kept.append(part)
             data = data[part]
         elif keep_last and i == len(loc) - 1:
-            kept.append(str(part))
+            kept.append(part)
     return kept
 
 
-def _at(dotted: str, data: Any) -> Any:
-    for part in dotted.split(".") if dotted else ():
-        data = data[int(part)] if isinstance(data, list) else data[part]
+def _at(path: list[int | str], data: Any) -> Any:
+    for part in path:
+        data = data[part]
     return data
 
 

@@ -44,13 +44,13 @@ class Origins(dict[str, str]):
         return "default"
 
 
-def merge(into: dict[Any, Any], new: Mapping[Any, Any], key: KeyPath, origins: Origins, label: Label) -> None:
+def merge(into: dict[str, Any], new: Mapping[str, Any], key: KeyPath, origins: Origins, label: Label) -> None:
     """Lay `new` over `into`: mappings are merged, everything else replaces what was there.
 
     A section with nothing under it (null or {} in YAML) changes nothing.
     """
     for name, value in new.items():
-        here = (*key, str(name))
+        here = (*key, name)
         before = into.get(name)
         if value is None and ".".join(here) in section_keys():
             continue
@@ -68,7 +68,7 @@ def leaves(value: Any, key: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     """(key path, value) of every value; lists are one value unless they hold mappings."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            yield from leaves(inner, (*key, str(name)))
+            yield from leaves(inner, (*key, name))
     elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         for i, item in enumerate(value):
             yield from leaves(item, (*key, str(i)))

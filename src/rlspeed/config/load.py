@@ -13,7 +13,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from rlspeed.config.device_schema import DeviceMapping
@@ -22,7 +21,7 @@ from rlspeed.config.layers import KeyPath, Label, Origins, leaves, merge
 from rlspeed.config.names import nearest
 from rlspeed.config.overrides import OVERRIDE, apply_overrides
 from rlspeed.config.schema import Profile
-from rlspeed.config.yaml_lines import Document, is_file, read_document
+from rlspeed.config.yaml_lines import Document, dump_yaml, is_file, read_document
 from rlspeed.errors import ConfigError, Fault
 
 RESOLVED = "resolved.yaml"
@@ -40,7 +39,7 @@ class LoadedProfile:
     def dump(self) -> str:
         """YAML that loads back equal, the device mapping inside."""
         data = self.profile.model_dump(mode="json")
-        return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+        return dump_yaml(data)
 
     def leaves(self) -> Iterator[tuple[str, Any, str]]:
         """(dotted key, value, origin) of every value, in schema order."""

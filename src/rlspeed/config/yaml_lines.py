@@ -1,4 +1,4 @@
-"""YAML with line numbers, YAML 1.2 numbers, no dates and no silent duplicates."""
+"""YAML with line numbers, YAML 1.2 numbers, no dates, keys that are strings, and no silent duplicates."""
 
 from __future__ import annotations
 
@@ -21,23 +21,38 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that reads numbers as YAML 1.2 does: 1e-6 is one; 010, 1:30 and 2026-12-01 are strings."""
 
 
-_RESOLVERS = {"tag:yaml.org,2002:null", "tag:yaml.org,2002:bool", "tag:yaml.org,2002:merge"}
+STR_TAG, MERGE_TAG = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+_RESOLVERS = {"tag:yaml.org,2002:null", "tag:yaml.org,2002:bool", MERGE_TAG}
 _Loader.yaml_implicit_resolvers = {
     first: kept
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     if (kept := [pair for pair in pairs if pair[0] in _RESOLVERS])
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"), list("-+0123456789")
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper whose strings read back equal: PyYAML writes some line ends of Unicode as they are and folds them."""
+
+
+_QUOTED = re.compile(r"[\x00-\x1f\x7f-\xa0\u2028\u2029\ufeff]")
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(STR_TAG, text, style='"' if _QUOTED.search(text) else None),
 )
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|"
-        r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
-    ),
-    list("-+.0123456789"),
-)
+
+# the dumper has them beside its own, so that a string that looks like a number for either is quoted
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"), list("-+0123456789")
+    )
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"^([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|"
+            r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+        ),
+        list("-+.0123456789"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +103,11 @@ def read_document(path: Path, faults: list[Fault]) -> Document:
     return Document(path, data, lines)
 
 
+def dump_yaml(data: object) -> str:
+    """YAML text of plain values, keys in order, that `read_document` reads back equal."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
 def read_value(text: str) -> Any:
     """The value of one word after `key=`, read as YAML.
 
@@ -115,16 +135,20 @@ def _problem(error: BaseException) -> str:
 
 def _read(text: str, path: str, lines: dict[KeyPath, int], faults: list[Fault]) -> Any:
     """The value of a YAML text, with the lines of its keys and the keys that stand twice."""
-    node = yaml.compose(text, Loader=_Loader)
+    loader = _Loader(text)
+    node = loader.get_single_node()
     if node is None:
         return None
     _Walk(path, lines, faults).visit(node, ())
-    return yaml.load(text, Loader=_Loader)
+    return loader.construct_document(node)
 
 
 @dataclass(slots=True)
 class _Walk:
-    """Notes the line of each key and each key that stands twice."""
+    """Notes the line of each key and each key that stands twice; makes every key the string that is written.
+
+    Without the latter `on:` would be True, and True the same key as `1:`.
+    """
 
     path: str
     lines: dict[KeyPath, int]
@@ -144,7 +168,10 @@ class _Walk:
 
     def _mapping(self, node: yaml.MappingNode, key: KeyPath) -> None:
         seen: dict[str, int] = {}
-        for name_node, value_node in node.value:
+        for i, (name_node, value_node) in enumerate(node.value):
+            if isinstance(name_node, yaml.ScalarNode) and name_node.tag != MERGE_TAG:
+                text_node = yaml.ScalarNode(STR_TAG, name_node.value, name_node.start_mark, name_node.end_mark)
+                node.value[i] = (text_node, value_node)
             name = str(name_node.value) if isinstance(name_node, yaml.ScalarNode) else "?"
             line = name_node.start_mark.line + 1
             if name in seen:
