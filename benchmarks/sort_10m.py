@@ -10,6 +10,9 @@ in a process of its own:
 2. `rlspeed preprocess sort` of the file: wall time and the process's largest resident set;
 3. the floor again, so that drift of the machine shows.
 
+On a machine that others use too, read the ratio of CPU seconds (all threads, start-up included for the sort): wall time
+depends on what else runs. The load before and after is in the record.
+
 It checks that the output is an ordered permutation of the input and writes one JSON record.
 """
 
@@ -95,21 +98,31 @@ def floor(path: Path, scratch: Path, tokenizer_dir: str) -> dict[str, float]:
 
     tokenizer = load_tokenizer(tokenizer_dir, without_torch=True)
     backend = tokenizer.backend_tokenizer
-    encode, tokens = 0.0, 0
+    encoded: list[Any] = []
+    encode, cpu, tokens = 0.0, 0.0, 0
     for texts in texts_of(path, tokenizer):
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         encoded = backend.encode_batch_fast(texts, add_special_tokens=False)
         encode += time.perf_counter() - start
+        cpu += time.process_time() - start_cpu
         tokens += sum(len(e) for e in encoded)
-    start = time.perf_counter()
+    del encoded
+    start, start_cpu = time.perf_counter(), time.process_time()
     handle = pq.ParquetFile(path)
     with pq.ParquetWriter(scratch, handle.schema_arrow, compression="zstd") as writer:
         for group in range(handle.num_row_groups):
             batches = list(handle.iter_batches(BATCH_ROWS, row_groups=[group]))
             writer.write_table(pa.Table.from_batches(batches), row_group_size=100_000)
     copied = time.perf_counter() - start
+    cpu += time.process_time() - start_cpu
     scratch.unlink()
-    return {"encode_seconds": encode, "read_write_seconds": copied, "seconds": encode + copied, "tokens": tokens}
+    return {
+        "encode_seconds": encode,
+        "read_write_seconds": copied,
+        "seconds": encode + copied,
+        "cpu_seconds": cpu,
+        "tokens": tokens,
+    }
 
 
 def floor_in_child(path: Path, scratch: Path, tokenizer_dir: str) -> dict[str, float]:
@@ -170,6 +183,7 @@ def main() -> None:
     if args.floor:
         print(json.dumps(floor(args.floor[0], args.floor[1], args.tokenizer)))
         return
+    load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         source, output, scratch = (Path(folder) / n for n in ("in.parquet", "out.parquet", "copy.parquet"))
         make_file(source, args.rows)
@@ -178,7 +192,9 @@ def main() -> None:
         after = floor_in_child(source, scratch, args.tokenizer)
         check(source, output, args.tokenizer, args.rows)
         size = source.stat().st_size
+    load.append(os.getloadavg()[0])
     bare = (before["seconds"] + after["seconds"]) / 2
+    bare_cpu = (before["cpu_seconds"] + after["cpu_seconds"]) / 2
     record = {
         "name": "sort",
         "date": datetime.date.today().isoformat(),
@@ -188,6 +204,8 @@ def main() -> None:
         "tokenizer": Path(args.tokenizer).name,
         "floor": [before, after],
         "sort": ours,
+        "load": load,
+        "cpu_ratio": ours["cpu_seconds"] / bare_cpu,
         "ratio": ours["seconds"] / bare,
         "ratio_range": [
             ours["seconds"] / max(before["seconds"], after["seconds"]),

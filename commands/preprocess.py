@@ -259,7 +259,7 @@ def _show_stats(found: Stats, lengths: Any, room: int, png: Path | None) -> None
     if not found.rows:
         out.print("0 rows")
         return
-    names = ("shortest", "median", "p95", "p99", "longest")
+    names = ("min", "median", "p95", "p99", "max")
     head = {"rows": f"{found.rows:,}", "tokens": f"{found.tokens:,}", "mean": f"{found.mean:,.1f}"}
     _table("lengths in tokens", head | {name: f"{getattr(found, name):,}" for name in names})
     for line in bars(lengths):

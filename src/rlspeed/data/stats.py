@@ -44,12 +44,12 @@ class Stats:
 
     rows: int = 0
     tokens: int = 0
-    shortest: int = 0
+    min: int = 0
     mean: float = 0.0
     median: int = 0
     p95: int = 0
     p99: int = 0
-    longest: int = 0
+    max: int = 0
     waste: tuple[Waste, ...] = ()
     max_prompt_length: int | None = None
     max_length: int | None = None
@@ -94,12 +94,12 @@ def summarise(lengths: Lengths, *, batch_size: int, response_tokens: int, notes:
     return Stats(
         rows=len(lengths),
         tokens=tokens,
-        shortest=int(lengths.min()),
+        min=int(lengths.min()),
         mean=tokens / len(lengths),
         median=quantile(lengths, 0.5),
         p95=p95,
         p99=quantile(lengths, 0.99),
-        longest=int(lengths.max()),
+        max=int(lengths.max()),
         waste=waste,
         max_prompt_length=prompt,
         max_length=limit,
@@ -189,7 +189,7 @@ def draw(lengths: Lengths, stats: Stats, target: Path) -> None:
         axes.axvline(value, color=colour, linewidth=1.2, linestyle="--", label=f"{name}: {value:,}")
     axes.set_xlabel("tokens per row")
     axes.set_ylabel("rows")
-    axes.set_title(f"{stats.rows:,} rows, {stats.tokens:,} tokens, longest {stats.longest:,}", fontsize=11)
+    axes.set_title(f"{stats.rows:,} rows, {stats.tokens:,} tokens, longest {stats.max:,}", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda v, _: f"{int(v):,}"))
     axes.legend(frameon=False)

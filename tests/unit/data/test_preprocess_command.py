@@ -56,7 +56,7 @@ def test_pack(tmp_path, data, tokenizer_dir):
 def test_stats(tmp_path, data, tokenizer_dir):
     done = invoke("stats", data, "--tokenizer", tokenizer_dir, "--json", "--png", tmp_path / "h.png")
     found = json.loads(done.stdout)
-    assert (found["rows"], found["longest"], found["max_length"]) == (4, 12, 12 + 512)
+    assert (found["rows"], found["max"], found["max_length"]) == (4, 12, 12 + 512)
     assert sum(found["histogram"]["counts"]) == 4
     text = invoke("stats", data, "--tokenizer", tokenizer_dir, "--max-new-tokens", 20).stdout
     for part in ("median", "p95", "tokens wasted", "packed into bins", "data.max_length", "packing.capacity", "#"):
