@@ -1,4 +1,4 @@
-"""GRPO on a real pretrained model through the command line, as docs/how-to/smollm2-grpo.md tells it; run with -m slow."""
+"""GRPO on a real pretrained model through the command line, as docs/how-to/smollm2-grpo.md tells; run with -m slow."""
 
 from __future__ import annotations
 

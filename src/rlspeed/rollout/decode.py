@@ -96,7 +96,7 @@ class Decoder:
         for i in range(self.config.num_hidden_layers):
             a, m = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
             self.layers.append(
-                Layer(
+                Layer(  # type: ignore[call-arg]
                     weights[f"model.layers.{i}.input_layernorm.weight"],
                     *(weights[f"{a}{n}_proj.weight"] for n in "qkv"),
                     *(get(f"{a}{n}_proj.bias") for n in "qkv"),

@@ -123,7 +123,7 @@ def _seal(writing: Path, final: Path, keep: int) -> None:
 
 def find_last(run_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint, and one sentence for each newer one that is not complete."""
-    skipped = []
+    skipped: list[str] = []
     for folder in sorted((run_dir / FOLDER).glob("step_*"), reverse=True):
         problem = _incomplete(folder)
         if problem is None:
@@ -194,11 +194,11 @@ def _tensors(role: Trainable) -> dict[str, Any]:
 
 def _rng_state() -> dict[str, Any]:
     """States of every random generator in use, as JSON."""
-    kind, keys, pos, has_gauss, cached = np.random.get_state()
+    kind, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     out: dict[str, Any] = {
         "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
-        "numpy": [kind, keys.tolist(), pos, has_gauss, cached],
+        "numpy": [kind, np.asarray(keys).tolist(), pos, has_gauss, cached],
         "python": [version, list(internal), gauss],
     }
     if torch.cuda.is_available():

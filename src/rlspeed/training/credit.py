@@ -112,7 +112,7 @@ def assign_advantages(
 
 def whiten_over_ranks(parts: Sequence[torch.Tensor], world: World) -> list[torch.Tensor]:
     """Mean 0 and unbiased variance 1 over all values of all ranks; ranks without values take part (with zeros)."""
-    count = sum(p.numel() for p in parts)
+    count = float(sum(p.numel() for p in parts))
     total = sum(float(p.double().sum()) for p in parts)
     count, total = world.sum([count, total])
     mean = total / max(count, 1.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -267,7 +268,7 @@ def _policy_loss(
         )
         metrics.add("rollout_corr/weight_mean", factors.sum(), factors.numel())
         weights = weights * factors
-    clips = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
+    clips: dict[str, Any] = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
     if cfg.policy_loss == "gspo":
         return loss.gspo_policy_loss(logprobs, old, advantages, weights, ids, batch.num_sequences, **clips)
     if cfg.policy_loss == "cispo":

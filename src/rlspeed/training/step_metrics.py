@@ -81,7 +81,13 @@ def explained_variance(batches: Sequence[PackedBatch], world: World) -> float | 
     """1 - Var(return - value) / Var(return) over the step's tokens of all ranks; None when the returns do not vary."""
     returns = torch.cat([b.get("returns") for b in batches]).double() if batches else torch.zeros(0).double()
     errors = returns - torch.cat([b.get("values") for b in batches]).double() if batches else returns
-    sums = [returns.numel(), returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
+    sums: list[float | torch.Tensor] = [
+        returns.numel(),
+        returns.sum(),
+        returns.square().sum(),
+        errors.sum(),
+        errors.square().sum(),
+    ]
     count, r, r2, e, e2 = world.sum([float(s) for s in sums])
     if count < 2:
         return None

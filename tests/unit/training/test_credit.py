@@ -1,4 +1,4 @@
-"""Rewards to advantages on packed bins: the right token gets it, whitening is over the whole step, cuts do not matter."""
+"""Rewards to advantages on packed bins: the right token gets it, whitening is over the step, cuts do not matter."""
 
 from __future__ import annotations
 
