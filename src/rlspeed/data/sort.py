@@ -177,7 +177,7 @@ def select(
     """
     if options.bad_rows == "error":
         measured.bad.report(log, fix="mend or remove the rows, or use --bad-rows drop or keep")
-    lengths, limit = measured.lengths.copy(), options.max_length
+    lengths, limit = measured.lengths, options.max_length
     over = np.flatnonzero(lengths > limit) if limit is not None else np.zeros(0, np.int64)
     if len(over) and options.overlong == "error":
         rows = RowFaults()
@@ -188,6 +188,7 @@ def select(
     log.raise_if_any()
     cuts: dict[int, int] = {}
     if len(over) and options.overlong == "truncate_left" and limit is not None:
+        lengths = lengths.copy()
         cuts = _find_all_cuts(tables, renderer, options.prompt_key, over, limit, lengths)
     keep = np.ones(len(lengths), dtype=bool)
     bad = np.asarray(measured.bad_index, dtype=np.int64)
