@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,10 +26,6 @@ def errors_to_exit_codes() -> Iterator[None]:
     except KeyboardInterrupt:
         talk.print("interrupted")
         raise SystemExit(130) from None
-    except BrokenPipeError:
-        # the reader of our output went away (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
 
 
 def print_error(error: RlspeedError) -> None:

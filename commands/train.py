@@ -100,6 +100,7 @@ def _device_faults(profile: Profile, world_size: int) -> list[Fault]:
 def _print(loaded: LoadedProfile, *, as_json: bool) -> None:
     """Every value and where it comes from."""
     from rich.table import Table
+    from rich.text import Text
 
     rows = list(loaded.leaves())
     if as_json:
@@ -111,6 +112,6 @@ def _print(loaded: LoadedProfile, *, as_json: bool) -> None:
         return
     table = Table("key", "value", "from", title=loaded.profile.name)
     for key, value, origin in rows:
-        table.add_row(key, json.dumps(value), origin, style="dim" if origin == "default" else "")
-    out.print(table, markup=False)
+        table.add_row(key, Text(json.dumps(value)), Text(origin), style="dim" if origin == "default" else "")
+    out.print(table)
     talk.print("dim: the default")

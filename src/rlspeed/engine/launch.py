@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
 
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-_PR_SET_PDEATHSIG = 1
+SHUTDOWN_SECONDS = 10  # what the others get to leave when one process failed, before they are killed
+_PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def launch(words: Sequence[str], processes: int) -> int:
@@ -19,8 +23,12 @@ def launch(words: Sequence[str], processes: int) -> int:
 
     The port is chosen when it is bound, so several runs on one host do not meet. The first process that fails ends the
     others; its own error is already on stderr, so only its rank and code are added. SIGTERM goes to all processes, and
-    when each of them has saved and left with 0 the code is 0.
+    when each of them has saved and left with 0 the code is 0. When this process is killed, each of them is too
+    (`rlspeed.__main__`).
     """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    os.environ["RLSPEED_LAUNCHER_PID"] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -31,24 +39,53 @@ def launch(words: Sequence[str], processes: int) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    os.environ["RLSPEED_LAUNCHER_PID"] = str(os.getpid())
+    if sys.platform.startswith("linux"):
+        config.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # the agent's; the others are passed on
     command = ["-m", "rlspeed", "train", *words]
     try:
-        elastic_launch(config, sys.executable)(*command)
+        with _signals_passed_on():
+            elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"rank {rank} ended first, with exit code {failure.exitcode}; all ranks were stopped", file=sys.stderr)
-        return failure.exitcode if failure.exitcode and failure.exitcode > 0 else 1
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
     return 0
 
 
-def die_with_launcher() -> None:
-    """In a child of `launch`: be killed when the launcher dies, however it dies (Linux)."""
-    launcher = os.environ.get("RLSPEED_LAUNCHER_PID")
-    if launcher is None or not sys.platform.startswith("linux"):
+@contextmanager
+def _signals_passed_on() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 ask every process to save and leave, and this one waits for them, however long it takes.
+
+    The elastic agent would kill them after a while and raise; it keeps the other signals.
+    """
+    if not sys.platform.startswith("linux"):
+        yield
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):
-        # it died before the line above
-        os.kill(os.getpid(), signal.SIGKILL)
+    before = {number: signal.signal(number, _pass_on) for number in _PASSED_ON}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    for pid in children():
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def children(parent: int | None = None) -> list[int]:
+    """Processes whose parent is `parent` (this process when None), from /proc."""
+    wanted = os.getpid() if parent is None else parent
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                # the command's name, in brackets, may hold anything; state and parent come after it
+                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if int(fields[1]) == wanted and fields[0] != "Z":
+                    found.append(int(entry.name))
+    return found

@@ -1,0 +1,153 @@
+"""`--nproc-per-node` on the shipped quickstart: the same run as torchrun's, and no process outlives its launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from rlspeed.engine.launch import children
+
+SMALL = (
+    "run.plots=false",
+    "run.save_hf=false",
+    "data.batch_size=8",
+    "algorithm.mini_batch_size=8",
+    "data.val_files=null",
+)
+WAIT_SECONDS = 120
+
+
+class Started:
+    """A run in its own process group, ended with everything below it when the test ends."""
+
+    def __init__(self, words: Sequence[str], folder: Path) -> None:
+        self.log = folder.with_suffix(".log")
+        kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *words, *SMALL, f"run.dir={folder}"],
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+            env=kept | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def until(self, happened: object, what: str) -> None:
+        """Wait for a callable to be true while the run goes on."""
+        assert callable(happened)
+        end = time.monotonic() + WAIT_SECONDS
+        while not happened():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.text()}"
+            assert time.monotonic() < end, f"no {what}:\n{self.text()}"
+            time.sleep(0.05)
+
+    def steps(self) -> int:
+        file = self.folder / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[object]:
+    """Start `python -m WORDS run.dir=tmp_path/NAME`."""
+    runs: list[Started] = []
+
+    def start(name: str, *words: str) -> Started:
+        runs.append(Started(words, tmp_path / name))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        try:
+            os.killpg(run.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+OURS = ("rlspeed", "train", "quickstart", "--nproc-per-node", "2")
+
+
+def alive(pid: int) -> bool:
+    """False for a process that is gone or only waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def test_dev_15_two_runs_at_once_and_torchrun_does_the_same(start) -> None:
+    """No fixed port and no shared file between the two; and both ways to start give the same numbers."""
+    runs = [
+        start("ours", *OURS, "run.steps=2"),
+        start(
+            "torchrun",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "rlspeed",
+            "train",
+            "quickstart",
+            "run.steps=2",
+        ),
+    ]
+    for run in runs:
+        assert run.process.wait(WAIT_SECONDS) == 0, run.text()
+    ours, theirs = ((run.folder / "metrics.jsonl").read_text() for run in runs)
+    assert len(ours.splitlines()) == 2
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("moment", ["start-up", "training"])
+def test_life_10_no_process_outlives_its_launcher(start, moment: str) -> None:
+    """kill -9 of the launcher gives it no chance to say goodbye."""
+    run = start("run", *OURS, "run.steps=100000")
+    run.until(lambda: len(children(run.process.pid)) == 2, "two processes")
+    if moment == "training":
+        run.until(lambda: run.steps() >= 1, "first step")
+    ranks = children(run.process.pid)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(10)
+    end = time.monotonic() + 10
+    while any(map(alive, ranks)):
+        assert time.monotonic() < end, f"alive after 10 s: {[p for p in ranks if alive(p)]}"
+        time.sleep(0.05)
+
+
+def test_sigterm_to_the_launcher_saves_and_leaves_with_0(start) -> None:
+    run = start("run", *OURS, "run.steps=100000")
+    run.until(lambda: run.steps() >= 1, "first step")
+    run.process.terminate()
+    assert run.process.wait(60) == 0, run.text()
+    assert "stopped on request" in run.text()
+    assert "Traceback" not in run.text()
+    assert list((run.folder / "checkpoints").glob("step_*"))
+
+
+def test_life_17_the_first_error_is_shown_and_ends_all_ranks(start, tmp_path: Path) -> None:
+    """Rank 1 alone fails; rank 0 must not wait in a collective, and its own trouble must not hide the cause."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import os\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise ValueError('the word of rank 1')\n"
+        "    return 0.0\n"
+    )
+    words = (f"reward.functions=[{{path: '{reward}:compute_score'}}]", "run.steps=3")
+    run = start("run", *OURS, *words)
+    assert run.process.wait(WAIT_SECONDS) != 0
+    text = run.text()
+    assert "rank 1: error" in text
+    assert "the word of rank 1" in text
+    assert "rank 1 ended first" in text.splitlines()[-1], text
