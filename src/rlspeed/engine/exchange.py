@@ -66,5 +66,5 @@ def _swap(
     send = torch.tensor([x for part in parts for x in part], dtype=dtype, device=world.device)
     sizes = [sum(lengths[n][which] for n in part) for part in incoming]
     receive = torch.empty(sum(sizes), dtype=dtype, device=world.device)
-    dist.all_to_all_single(receive, send, sizes, [len(part) for part in parts])
+    dist.all_to_all_single(receive, send, sizes, [len(part) for part in parts], group=world.group)
     return receive.tolist()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlspeed.errors import DeviceError, Fault
+from rlspeed.planning.layout import Mesh
 
 T = TypeVar("T")
 
@@ -22,6 +23,7 @@ class World:
     """All ranks of the run and this process's place among them.
 
     One process without torchrun is a world of one without any process group; every method then returns at once.
+    group: of a part of the run's ranks, which rank and size then count (`data_world`); None: all of them.
     """
 
     rank: int
@@ -29,6 +31,7 @@ class World:
     local_rank: int
     device: torch.device
     mesh: DeviceMesh | None
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -40,7 +43,7 @@ class World:
         if self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value)
+        dist.all_gather_object(out, value, group=self.group)
         return out
 
     def broadcast_object(self, value: T) -> T:
@@ -48,7 +51,7 @@ class World:
         if self.size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -63,7 +66,7 @@ class World:
         if self.size == 1 or not values:
             return [float(v) for v in values]
         tensor = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=op)
+        dist.all_reduce(tensor, op=op, group=self.group)
         return tensor.tolist()
 
     def any(self, flag: bool) -> bool:
@@ -73,7 +76,7 @@ class World:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
     def close(self) -> None:
         """End the process group; safe to call twice."""
@@ -123,3 +126,56 @@ def start_world(*, use_cpu: bool, hang_timeout_seconds: float) -> World:
         ) from error
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp_shard",))
     return World(rank=rank, size=size, local_rank=local_rank, device=device, mesh=mesh)
+
+
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """torch's DeviceMesh of a role's ranks, `Placement.mesh()`: axes (dp_replicate, dp_shard, sp, tp).
+
+    Makes process groups: every rank of the run calls it in the same order, also ranks outside of the mesh.
+    """
+    names = tuple(name for name, _ in mesh.axes)
+    grid = torch.tensor(mesh.ranks).view([size for _, size in mesh.axes])
+    out = DeviceMesh(device_type, grid, mesh_dim_names=names)
+    # axes joined here are kept by the mesh: `shard_mesh` and `data_world` find them
+    if "sp" in names and mesh.size("sp") > 1:
+        out["dp_shard", "sp"]._flatten("shards")
+    if "dp_replicate" in names and mesh.size("dp_replicate") > 1:
+        out["dp_replicate", "dp_shard"]._flatten("data")
+    return out
+
+
+def data_world(world: World, mesh: DeviceMesh) -> World:
+    """The ranks that work on other tokens than this one, as a World: what sums over tokens goes over.
+
+    mesh: of `device_mesh`, this process in it. The ranks of a tensor or sequence parallel group hold the same tokens;
+    each of them finds its own line of data parallel ranks here, so every token is counted once.
+    """
+    size = _sizes(mesh)
+    data = mesh["dp_replicate", "dp_shard"]._flatten("data") if size.get("dp_replicate", 1) > 1 else mesh["dp_shard"]
+    return World(
+        rank=data.get_local_rank(),
+        size=data.size(),
+        local_rank=world.local_rank,
+        device=world.device,
+        mesh=None,
+        group=data.get_group(),
+    )
+
+
+def shard_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, list[dist.ProcessGroup]]:
+    """What FSDP2 cuts over: dp_shard and sp as one axis, with dp_replicate before it where there are copies.
+
+    Returns it with the groups over which a gradient of a whole parameter is summed, one after the other.
+    """
+    size = _sizes(mesh)
+    over = mesh["dp_shard", "sp"]._flatten("shards") if size.get("sp", 1) > 1 else mesh["dp_shard"]
+    groups = [over.get_group()]
+    if size.get("dp_replicate", 1) > 1:
+        copies = mesh["dp_replicate"]
+        groups.append(copies.get_group())
+        over = DeviceMesh._concatenate([copies, over])
+    return over, groups
+
+
+def _sizes(mesh: DeviceMesh) -> dict[str, int]:
+    return {name: mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names or ())}

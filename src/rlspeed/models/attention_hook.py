@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rlspeed.engine.attention import check_segments, varlen_attention
+from rlspeed.engine.ulysses import SequenceParallel
 from rlspeed.errors import LayoutError
 
 PACKED_ATTENTION = "rlspeed_packed"
@@ -28,34 +29,47 @@ def register_attention() -> None:
 
 
 class Boundaries:
-    """What one pack tells every layer: boundaries on device and host, the longest sequence, and the kernel.
+    """What one pack tells every layer: boundaries on device and host, the longest sequence, the kernel, and the ranks
+    that share the row.
 
     A plain class on purpose: torch.compile looks into tuples and dataclasses and compiles a block again for every
     number of sequences; an object that compiled code only hands on costs nothing.
     """
 
-    __slots__ = ("backend", "cu_seqlens", "lengths", "max_seqlen")
+    __slots__ = ("backend", "cu_seqlens", "lengths", "max_seqlen", "sp")
 
-    def __init__(self, cu_seqlens: torch.Tensor, lengths: tuple[int, ...], max_seqlen: int, backend: str) -> None:
+    def __init__(
+        self,
+        cu_seqlens: torch.Tensor,
+        lengths: tuple[int, ...],
+        max_seqlen: int,
+        backend: str,
+        sp: SequenceParallel | None = None,
+    ) -> None:
         self.cu_seqlens = cu_seqlens
         self.lengths = lengths
         self.max_seqlen = max_seqlen
         self.backend = backend
+        self.sp = sp
 
 
 def packed_attention_kwargs(
-    cu_seqlens: torch.Tensor, lengths: tuple[int, ...], max_seqlen: int, backend: str
+    cu_seqlens: torch.Tensor,
+    lengths: tuple[int, ...],
+    max_seqlen: int,
+    backend: str,
+    sp: SequenceParallel | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for the forward of a model with PACKED_ATTENTION.
 
     cu_seqlens [S+1] int32; lengths: the same boundaries on the host; max_seqlen: the longest; backend: of
-    `choose_attention`.
+    `choose_attention`. sp: ranks that share the row, each with a slice of it; the boundaries are the whole row's.
 
     Raises:
         LayoutError: they contradict each other.
     """
     check_segments(sum(lengths), cu_seqlens, lengths, max_seqlen)
-    return {"boundaries": Boundaries(cu_seqlens, lengths, max_seqlen, backend)}
+    return {"boundaries": Boundaries(cu_seqlens, lengths, max_seqlen, backend, sp)}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -94,16 +108,21 @@ def packed_attention(
         )
     if dropout:
         raise LayoutError(f"packed attention: attention dropout {dropout} is not supported; set attention_dropout to 0")
-    out = varlen_attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        boundaries.cu_seqlens,
-        boundaries.lengths,
-        max_seqlen=boundaries.max_seqlen,
-        causal=getattr(module, "is_causal", True),
-        window=sliding_window,
-        scale=scaling,
-        backend=boundaries.backend,
-    )
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return varlen_attention(
+            q,
+            k,
+            v,
+            boundaries.cu_seqlens,
+            boundaries.lengths,
+            max_seqlen=boundaries.max_seqlen,
+            causal=getattr(module, "is_causal", True),
+            window=sliding_window,
+            scale=scaling,
+            backend=boundaries.backend,
+        )
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = attend(q, k, v) if boundaries.sp is None else boundaries.sp.attention(q, k, v, attend)
     return out[None], None

@@ -11,6 +11,9 @@ from torch import nn
 from rlspeed.engine.head import linear_logprob
 from rlspeed.engine.packed import PackedBatch
 from rlspeed.engine.padded import PaddedView, response_window
+from rlspeed.engine.parallelize import Spread
+from rlspeed.engine.tensor_parallel import local
+from rlspeed.engine.ulysses import SequenceParallel, own_places
 from rlspeed.errors import ConfigError, Fault
 from rlspeed.models.attention_hook import PACKED_ATTENTION, packed_attention_kwargs, register_attention
 
@@ -82,8 +85,13 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, attention: str, trust_remot
     return model
 
 
-def hidden_states(backbone: nn.Module, batch: PackedBatch, *, backend: str, padded: bool) -> torch.Tensor:
-    """Hidden states [T, H] of each token after the last norm; padded: the same, computed in rows of equal length."""
+def hidden_states(
+    backbone: nn.Module, batch: PackedBatch, *, backend: str, padded: bool, sp: SequenceParallel | None = None
+) -> torch.Tensor:
+    """Hidden states [T, H] of each token after the last norm; padded: the same, computed in rows of equal length.
+
+    sp: of this rank's slice of the row alone, [T / P, H].
+    """
     if padded:
         view = PaddedView.of(batch)
         out = backbone(
@@ -93,18 +101,27 @@ def hidden_states(backbone: nn.Module, batch: PackedBatch, *, backend: str, padd
             use_cache=False,
         )
         return view.flatten(out.last_hidden_state)
+    ids, positions = batch.input_ids, batch.positions
+    if sp is not None:
+        ids, positions = sp.slice(ids), sp.slice(positions)
     out = backbone(
-        input_ids=batch.input_ids[None],
-        position_ids=batch.positions[None],
+        input_ids=ids[None],
+        position_ids=positions[None],
         attention_mask=None,
         use_cache=False,
-        **packed_attention_kwargs(batch.cu_seqlens, batch.lengths, batch.max_seqlen, backend),
+        **packed_attention_kwargs(batch.cu_seqlens, batch.lengths, batch.max_seqlen, backend, sp),
     )
     return out.last_hidden_state[0]
 
 
 class PolicyModel(nn.Module):
-    """A causal language model that answers with log-probs of the tokens that train, never with logits."""
+    """A causal language model that answers with log-probs of the tokens that train, never with logits.
+
+    spread: set by `engine.parallelize`; the ranks of a tensor or sequence parallel group get the same batch and give
+    the same answer.
+    """
+
+    spread: Spread | None = None
 
     def __init__(self, causal_lm: Any, *, backend: str, padded: bool) -> None:
         super().__init__()
@@ -116,26 +133,34 @@ class PolicyModel(nn.Module):
         self, batch: PackedBatch, temperature: float = 1.0, with_entropy: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs [N] fp32 of the N tokens under batch.loss_mask, and the entropies [N] of their distributions."""
-        hidden = hidden_states(self.causal_lm.model, batch, backend=self.backend, padded=self.padded)
+        sp, tp = (self.spread.sp, self.spread.tp) if self.spread else (None, None)
+        hidden = hidden_states(self.causal_lm.model, batch, backend=self.backend, padded=self.padded, sp=sp)
         index, keep = batch.response_index(), None
         if self.padded:
             index, keep = response_window(batch)
+        chosen, places = own_places(sp, index - 1, batch.num_tokens)
         head = self.causal_lm.lm_head
         logprobs, entropy = linear_logprob(
-            hidden[index - 1],
-            head.weight,
-            batch.input_ids[index],
+            hidden[places],
+            local(head.weight),
+            batch.input_ids[index[chosen]],
             temperature=temperature or 1.0,
-            bias=head.bias,
+            bias=None if head.bias is None else local(head.bias),
             with_entropy=with_entropy,
+            shard=tp.vocabulary(head.out_features) if tp else None,
         )
+        if sp is not None:
+            logprobs = sp.gather(logprobs, index - 1, batch.num_tokens)
+            entropy = None if entropy is None else sp.gather(entropy, index - 1, batch.num_tokens)
         if keep is None:
             return logprobs, entropy
         return logprobs[keep], None if entropy is None else entropy[keep]
 
 
 class ValueModel(nn.Module):
-    """A decoder with a scalar head: the value of the state before each token that trains."""
+    """A decoder with a scalar head: the value of the state before each token that trains. spread: as in PolicyModel."""
+
+    spread: Spread | None = None
 
     def __init__(self, causal_lm: Any, *, backend: str, padded: bool) -> None:
         super().__init__()
@@ -150,9 +175,12 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Values [N] fp32 of the N tokens under batch.loss_mask."""
-        hidden = hidden_states(self.backbone, batch, backend=self.backend, padded=self.padded)
-        index = batch.response_index()
-        return self.value_head(hidden[index - 1])[:, 0].float()
+        sp = self.spread.sp if self.spread else None
+        hidden = hidden_states(self.backbone, batch, backend=self.backend, padded=self.padded, sp=sp)
+        index = batch.response_index() - 1
+        _, places = own_places(sp, index, batch.num_tokens)
+        values = self.value_head(hidden[places])[:, 0].to(torch.float32, copy=True)  # FSDP2 wants no view
+        return values if sp is None else sp.gather(values, index, batch.num_tokens)
 
 
 def end_token_ids(causal_lm: Any, tokenizer: Any, extra: list[int]) -> tuple[int, ...]:

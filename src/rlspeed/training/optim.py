@@ -54,14 +54,14 @@ class MasterAdamW:
             master = nn.Parameter(param.detach().float().clone())
             param.register_post_accumulate_grad_hook(_collector(master, self.scale))
             self.masters.append(master)
-        decay = [m for m in self.masters if m.ndim >= 2]
-        plain = [m for m in self.masters if m.ndim < 2]
-        groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        # one group for each weight decay and kind of tensor: torch's batched kernels take no mixture of kinds
+        kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for master in self.masters:
+            kinds.setdefault((master.ndim >= 2, isinstance(master, DTensor)), []).append(master)
+        groups = [{"params": p, "weight_decay": cfg.weight_decay if k[0] else 0.0} for k, p in sorted(kinds.items())]
         # the fused kernel takes plain tensors; sharded ones go through the foreach path
         plain_tensors = not any(isinstance(m, DTensor) for m in self.masters)
-        self.inner = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=plain_tensors or None
-        )
+        self.inner = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=plain_tensors or None)
 
     @property
     def lr(self) -> float:
