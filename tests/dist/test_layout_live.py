@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from rlspeed.planning.layout import Mesh, Region
 from rlspeed.planning.shape import WeightShape
 from rlspeed.planning.transition import training_layout
+from tests.dist.spawn import run_ranks
 
 # (dp_shard, tp), aligned, inner width: 9 over four ranks is 3, 3, 3, 0
 CASES = (((2, 2), False, 12), ((2, 2), True, 12), ((4, 1), True, 12), ((4, 1), False, 9), ((2, 2), False, 9))
@@ -56,14 +54,9 @@ def local_values(sizes: tuple[int, int], aligned: bool, inner: int) -> dict[str,
     return {n: t.detach().reshape(-1).tolist() for n, t in found.items()}
 
 
-def rank_main(rank: int, rendezvous: str, answers: Any) -> None:
+def all_cases(rank: int) -> list[dict[str, Any]]:
     """All cases on one rank."""
-    try:
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=WORLD)
-        answers.put((rank, [local_values(*case) for case in CASES]))
-        dist.destroy_process_group()
-    except Exception:
-        answers.put((rank, traceback.format_exc()))
+    return [local_values(*case) for case in CASES]
 
 
 def test_planned_regions_are_the_live_shards(tmp_path: Path) -> None:
@@ -71,16 +64,7 @@ def test_planned_regions_are_the_live_shards(tmp_path: Path) -> None:
 
     It catches a torch release that cuts in another order, and a layout that puts tensor parallel inside of FSDP2.
     """
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    rendezvous = f"file://{tmp_path / 'rendezvous'}"
-    processes = [context.Process(target=rank_main, args=(r, rendezvous, answers)) for r in range(WORLD)]
-    for process in processes:
-        process.start()
-    live = dict(answers.get(timeout=120) for _ in range(WORLD))
-    for process in processes:
-        process.join()
-    assert not any(isinstance(found, str) for found in live.values()), live
+    live = run_ranks(all_cases, WORLD, tmp_path)
     for number, (sizes, aligned, inner) in enumerate(CASES):
         mesh = Mesh.of(range(WORLD), dp_shard=sizes[0], tp=sizes[1])
         for name, shape, tp_dim in (("gate", (inner, 8), 0), ("down", (8, inner), 1), ("norm", (8,), None)):
