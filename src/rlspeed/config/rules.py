@@ -137,31 +137,28 @@ def every_key_has_an_effect(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
                 yield _fault(loaded, key, "has no effect in this run", need, f"leave {key} out")
 
 
+OF_CRITIC = (
+    "model.critic",
+    "optim.critic",
+    "algorithm.value_clip",
+    "algorithm.lam",
+    "algorithm.critic_warmup_steps",
+)
+WITH_KL = ("model.reference", "algorithm.kl.coef", "algorithm.kl.estimator")
+IN_VALIDATION = ("run.validate_every", "run.validation_temperature", "run.validation_n", "data.max_val_samples")
+
+
 def _without_effect(p: Profile) -> list[tuple[bool, tuple[str, ...], str]]:
     """(condition of the run, keys that then change nothing, what they would need)."""
     kl, optim, critic = p.algorithm.kl, p.optim, p.algorithm.kind == "ppo"
     packed, mask = p.model.use_remove_padding, p.rollout.correction.endswith("_mask")
-    of_critic = (
-        "model.critic",
-        "optim.critic",
-        "algorithm.value_clip",
-        "algorithm.lam",
-        "algorithm.critic_warmup_steps",
-    )
-    with_kl = ("model.reference", "algorithm.kl.coef", "algorithm.kl.estimator")
-    in_validation = (
-        "run.validate_every",
-        "run.validation_temperature",
-        "run.validation_n",
-        "data.max_val_samples",
-    )
     ratio = "min_lr_ratio"
     return [
-        (not critic, of_critic, "algorithm.kind=ppo"),
+        (not critic, OF_CRITIC, "algorithm.kind=ppo"),
         (p.algorithm.kind not in ("ppo", "reinforce_pp"), ("algorithm.gamma",), "algorithm.kind=ppo or reinforce_pp"),
         (packed, ("packing.micro_batch_size",), "model.use_remove_padding=false"),
         (not packed, ("packing.capacity", "model.attention"), "model.use_remove_padding=true"),
-        (kl.where == "none", with_kl, "algorithm.kl.where=reward or loss"),
+        (kl.where == "none", WITH_KL, "algorithm.kl.where=reward or loss"),
         (
             kl.controller != "adaptive",
             ("algorithm.kl.target", "algorithm.kl.horizon"),
@@ -193,7 +190,7 @@ def _without_effect(p: Profile) -> list[tuple[bool, tuple[str, ...], str]]:
         (not mask, ("rollout.correction_lower",), "rollout.correction=token_mask or sequence_mask"),
         (p.reward.model.path is None, ("reward.model.weight", "reward.model.use_chat_template"), "reward.model.path"),
         (p.reward.on_failure == "stop", ("reward.max_failed_share",), "reward.on_failure=mask"),
-        (p.data.val_files is None, in_validation, "data.val_files"),
+        (p.data.val_files is None, IN_VALIDATION, "data.val_files"),
         (optim.actor.schedule == "constant", (f"optim.actor.{ratio}",), "optim.actor.schedule=cosine or linear"),
         (
             critic and optim.critic.schedule == "constant",

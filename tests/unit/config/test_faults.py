@@ -164,7 +164,7 @@ def test_words_that_are_none(fault_of: FaultOf, word: str) -> None:
         ("model.path.x=1", "model.path is a plain value"),
         ("reward.functions.1.weight=2", "reward.functions has 0 item(s), no '1'"),
         ("reward.functions.x=2", "reward.functions has 0 item(s), no 'x'"),
-        ("reward.functions.²=2", "reward.functions has 0 item(s)"),
+        ("reward.functions.\u00b2=2", "reward.functions has 0 item(s)"),
     ],
 )
 def test_words_that_cannot_be_placed(faults: Faults, word: str, words: str) -> None:
