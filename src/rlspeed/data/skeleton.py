@@ -104,18 +104,23 @@ class Text(str):
         return self.table.text(_Use(self.use.message, (*self.use.strips, (method, chars))))
 
     def strip(self, chars: Any = None) -> Text:
+        """Done to the value when it is put in."""
         return self._strip("strip", chars)
 
     def lstrip(self, chars: Any = None) -> Text:
+        """As strip."""
         return self._strip("lstrip", chars)
 
     def rstrip(self, chars: Any = None) -> Text:
+        """As strip."""
         return self._strip("rstrip", chars)
 
     def startswith(self, words: Any) -> bool:  # type: ignore[override]
+        """Noted and answered no; a text that answers yes cannot be put in."""
         return self._ask("startswith", words)
 
     def endswith(self, words: Any) -> bool:  # type: ignore[override]
+        """As startswith."""
         return self._ask("endswith", words)
 
     def __contains__(self, words: Any) -> bool:

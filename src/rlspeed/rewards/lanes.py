@@ -23,7 +23,9 @@ LOOP_GRACE_SECONDS = 5.0
 class Sink(Protocol):
     """Takes finished outcomes, from any thread."""
 
-    def put(self, outcome: Outcome, /) -> object: ...
+    def put(self, outcome: Outcome, /) -> object:
+        """Take one."""
+        ...
 
 
 class ThreadLane:

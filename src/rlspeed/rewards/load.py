@@ -52,6 +52,7 @@ class LoadedFunction:
         return self.kind != "verl"
 
     def takes(self, name: str) -> bool:
+        """The function has a parameter `name`, or takes any."""
         return self.accepts is None or name in self.accepts
 
     def close(self) -> None:

@@ -62,15 +62,6 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
     total_steps = profile.run.steps or max(1, math.ceil(profile.run.epochs * len(train_table) / batch))
     per_step = profile.algorithm.epochs * math.ceil(batch / (profile.algorithm.mini_batch_size or batch))
     roles = build_roles(profile, precision, world, total_steps * per_step)
-    sampling = SamplingParams(
-        max_new_tokens=profile.rollout.max_new_tokens,
-        temperature=profile.rollout.temperature,
-        top_k=profile.rollout.top_k,
-        top_p=profile.rollout.top_p,
-        min_p=profile.rollout.min_p,
-        stop_token_ids=end_token_ids(roles.causal_lm, tokenizer, profile.rollout.stop_token_ids),
-        stop=tuple(profile.rollout.stop),
-    )
     collector = Collector(
         profile=profile,
         world=world,
@@ -78,7 +69,7 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
         generator=_generator(profile, roles, tokenizer, world, stop),
         pool=RewardPool(profile.reward, max_steps=total_steps),
         scorer=_scorer(profile, world, precision),
-        sampling=sampling,
+        sampling=_sampling(profile, roles, tokenizer),
         stop=stop,
     )
     parts = Parts(
@@ -106,6 +97,19 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
         tokenizer=tokenizer,
         precision=precision,
         notes=notes,
+    )
+
+
+def _sampling(profile: Profile, roles: Roles, tokenizer: Any) -> SamplingParams:
+    """How training samples; validation changes the temperature."""
+    return SamplingParams(
+        max_new_tokens=profile.rollout.max_new_tokens,
+        temperature=profile.rollout.temperature,
+        top_k=profile.rollout.top_k,
+        top_p=profile.rollout.top_p,
+        min_p=profile.rollout.min_p,
+        stop_token_ids=end_token_ids(roles.causal_lm, tokenizer, profile.rollout.stop_token_ids),
+        stop=tuple(profile.rollout.stop),
     )
 
 
