@@ -2,8 +2,9 @@
 
     python benchmarks/quickstart_seeds.py [OUT.json] [--seeds 0 1 2]     # OUT: benchmarks/records/quickstart.json
 
-Each seed is one `rlspeed train quickstart` in a process of its own, from the start of Python to its end: imports, checks,
-validations, checkpoints, export and plots are in its seconds. Accuracy is that of greedy answers to the held-out prompts.
+Each seed is one `rlspeed train quickstart` in a process of its own, from the start of Python to its end: imports,
+checks, validations, checkpoints, export and plots are in its seconds. Accuracy is that of greedy answers to the
+held-out prompts.
 Exit code 1 when a seed starts above 0.5, ends below 0.9 or takes more than 120 s; the record is written all the same.
 `load_before` tells whether the machine was free: wall seconds of a busy machine say little, CPU seconds say more.
 """
