@@ -85,7 +85,10 @@ def _world_size(nproc_per_node: int) -> int:
 
 
 def _device_faults(profile: Profile, world_size: int) -> list[Fault]:
-    """Faults of the device mapping; of the machine too, unless other ranks are at work on it already."""
+    """Faults of the device mapping; of the machine too, unless other ranks are at work on it already.
+
+    MASTER_PORT counts where rank 0 is to open it: torchrun has opened its own, and the launcher here takes a free one.
+    """
     from rlspeed.errors import RlspeedError
     from rlspeed.planning.probe import probe_machine
     from rlspeed.planning.report import inspect_profile
@@ -94,7 +97,10 @@ def _device_faults(profile: Profile, world_size: int) -> list[Fault]:
         report = inspect_profile(profile, probe_machine(), world_size=world_size)
     except RlspeedError as error:
         return list(error.faults)
-    return report.devices.check() if "RANK" in os.environ else list(report.faults)
+    port = [f for f in report.faults if f.where == "MASTER_PORT"]
+    if "RANK" in os.environ:
+        return [*report.devices.check(), *(port if os.environ["RANK"] == "0" else [])]
+    return [f for f in report.faults if f not in port]
 
 
 def _print(loaded: LoadedProfile, *, as_json: bool) -> None:

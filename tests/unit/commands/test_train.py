@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import sys
 import types
 from collections.abc import Callable
@@ -101,6 +102,23 @@ def test_devices_that_are_not_there(here: Path) -> None:
     found = refused("quickstart", "devices.actor.device_mesh=[0, 1]", "--nproc-per-node", "2")
     assert len(found) == 1
     assert found[0].startswith("GPUs: 0 visible")
+
+
+def test_dev_14_a_taken_port_is_named_by_the_rank_that_would_open_it(
+    here: Path, handed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where nobody opens it: on other ranks, and without or before a launcher, which takes a free one."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        monkeypatch.setenv("MASTER_PORT", port)
+        assert run("quickstart").exit_code == 0
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        assert run("quickstart").exit_code == 0
+        monkeypatch.setenv("RANK", "0")
+        (fault,) = refused("quickstart")
+        assert f"port {port} is in use" in fault
 
 
 def test_faults_of_configuration_and_machine_together(here: Path) -> None:
