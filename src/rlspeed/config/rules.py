@@ -82,6 +82,13 @@ def adaptive_kl_is_in_the_reward(loaded: LoadedProfile, _: int) -> Iterator[Faul
         yield _fault(loaded, "algorithm.kl.controller", found, "fixed, or algorithm.kl.where=reward")
 
 
+def compile_or_recompute(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
+    """Compiled blocks with recomputed activations are not known to work."""
+    if loaded.profile.model.compile and loaded.profile.model.activation_checkpointing:
+        found = "true with model.activation_checkpointing=true"
+        yield _fault(loaded, "model.compile", found, "one of the two", "compiled blocks need less memory, too")
+
+
 def correction_band_is_a_band(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     """The masks keep weights between two ends."""
     r = loaded.profile.rollout
@@ -230,6 +237,7 @@ RULES = (
     longest_sequence_fits_a_bin,
     minibatch_divides_the_batch,
     adaptive_kl_is_in_the_reward,
+    compile_or_recompute,
     correction_band_is_a_band,
     overlong_buffer_fits_the_answer,
     actor_learns_at_some_step,

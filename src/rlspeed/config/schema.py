@@ -82,6 +82,8 @@ class Model(Section):
     """Attention over packed sequences; auto picks by device and installed kernels and prints why."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """torch.compile each block of actor and critic: a faster update on GPUs after about a minute of compiling."""
     trust_remote_code: bool = False
     """Let a model directory run its own Python code."""
     actor: ActorModel = ActorModel()

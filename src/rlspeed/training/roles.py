@@ -12,7 +12,7 @@ from torch import nn
 from rlspeed.config.schema import Profile
 from rlspeed.engine.attention import choose_attention
 from rlspeed.engine.packed import PackedBatch
-from rlspeed.engine.parallelize import checkpoint_blocks, full_tensor, shard
+from rlspeed.engine.parallelize import checkpoint_blocks, compile_blocks, full_tensor, shard
 from rlspeed.engine.precision import Precision
 from rlspeed.engine.world import World
 from rlspeed.models.build import PolicyModel, ValueModel, load_causal_lm
@@ -144,6 +144,8 @@ def build_roles(profile: Profile, precision: Precision, world: World, total_upda
         blocks = module.causal_lm.model.layers if isinstance(module, PolicyModel) else module.backbone.layers
         if train and model.activation_checkpointing:
             checkpoint_blocks(blocks)
+        if train and model.compile:
+            compile_blocks(blocks)
         if world.mesh is not None:
             shard(module, blocks, world.mesh, compute=precision.compute, reduce=precision.reduce)
         module.train(train)

@@ -231,3 +231,8 @@ def test_the_users_mapping_is_refused_with_every_reason(seeds: Path) -> None:
 def test_every_rule_has_a_docstring_and_its_own_name() -> None:
     assert all(rule.__doc__ for rule in RULES)
     assert len({rule.__name__ for rule in RULES}) == len(RULES)
+
+
+def test_compiled_blocks_and_recomputation_exclude_each_other() -> None:
+    assert keys("model.compile=true", "model.activation_checkpointing=true") == ["model.compile"]
+    assert keys("model.compile=true") == []
