@@ -174,7 +174,10 @@ class AsyncProcessLane:
             try:
                 if worker.connection.poll(SLICE_SECONDS):
                     self._took(worker.connection.recv())
+                gone = worker.exit_code() is not None and not worker.connection.poll(0)
             except (EOFError, OSError):
+                gone = True
+            if gone:
                 return self._lost(worker, None)
             limit = time.monotonic() - self._timeout - LOOP_GRACE_SECONDS
             with self._lock:
@@ -183,8 +186,6 @@ class AsyncProcessLane:
                 return self._lost(
                     worker, f"{no_answer(self._timeout)}: a function blocks the event loop of all async calls"
                 )
-            if worker.exit_code() is not None and not worker.connection.poll(0):
-                return self._lost(worker, None)
 
     def _took(self, outcome: Outcome) -> None:
         with self._lock:

@@ -56,7 +56,7 @@ def test_works_in_a_thread(rule: MathRule) -> None:
 
 def test_an_answer_that_cannot_be_decided_in_time_is_wrong_and_marked() -> None:
     """10^10^10 is one C call that no signal ends; the next answer is scored by a fresh helper."""
-    rule = MathRule(seconds=1.0, wrong_score=-0.5)
+    rule = MathRule(seconds=5.0, wrong_score=-0.5)
     try:
         result = rule("\\boxed{10^{10^{10}}}", "5")
         assert (result["score"], result["undecided"], result["pred"]) == (-0.5, 1.0, "10^{10^{10}}")
