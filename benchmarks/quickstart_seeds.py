@@ -4,9 +4,9 @@
 
 Each seed is one `rlspeed train quickstart` in a process of its own, from the start of Python to its end: imports,
 checks, validations, checkpoints, export and plots are in its seconds. Accuracy is that of greedy answers to the
-held-out prompts.
-Exit code 1 when a seed starts above 0.5, ends below 0.9 or takes more than 120 s; the record is written all the same.
-`load_before` tells whether the machine was free: wall seconds of a busy machine say little, CPU seconds say more.
+held-out prompts. Exit code 1 when a seed starts above 0.5, ends below 0.9 or takes more than 120 s; the record is
+written all the same. `load_before` tells whether the machine was free: wall seconds of a busy machine say little, CPU
+seconds say more, and on a busy machine OMP_NUM_THREADS=1 keeps threads from waiting for each other.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def record(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "commit": git("rev-parse", "--short", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--", "src", "commands", "profiles")),
         "device": f"{platform.machine()} CPU, {len(os.sched_getaffinity(0))} cores",
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "default"),
         "versions": {"python": platform.python_version()} | {n: version(n) for n in ("torch", "transformers")},
         "metric": f"{METRIC}: share of right greedy answers to the held-out prompts",
         "runs": runs,
