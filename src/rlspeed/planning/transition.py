@@ -101,12 +101,13 @@ def training_layout(weight: WeightShape, mesh: Mesh, *, aligned: bool) -> Layout
 
     aligned: FSDP2 cuts along the dimension that tensor parallel cuts (`shard_placement_fn` with Shard(1) for the
     row-wise matrices) and leaves weights whole that tensor parallel does not cut (norms: a few kilobytes). Otherwise
-    FSDP2 always cuts dimension 0. On a shared dimension tensor parallel is the outer cut.
+    FSDP2 always cuts dimension 0. On a shared dimension tensor parallel is the outer cut. Where there are fewer KV
+    heads than tensor parallel ranks, training keeps k and v whole over them; each rank computes the one head it needs.
     """
-    mesh, axes = _whole_heads(weight, mesh, (TP,))
     cuts: list[tuple[str, ...]] = [()] * len(weight.shape)
     if weight.tp_dim is not None:
-        cuts[weight.tp_dim] = axes
+        divided, axes = _whole_heads(weight, mesh, (TP,))
+        cuts[weight.tp_dim] = axes if divided == mesh else ()
     fsdp_dim = weight.tp_dim if aligned else 0
     if fsdp_dim is not None and cuts:
         cuts[fsdp_dim] = (*cuts[fsdp_dim], DP)
