@@ -134,8 +134,8 @@ def fsdp(
     """FSDP2 over the axes dp_shard and sp (copies over dp_replicate); gradients are summed, not averaged.
 
     aligned: matrices that tensor parallel cuts (or would cut) by rows are cut along dimension 1, so that a rank's shard
-    is its slice under tensor parallel over the same ranks; norms (a few kilobytes) stay whole, their gradients are
-    summed one by one. Otherwise everything is cut along dimension 0.
+    is its slice under tensor parallel over the same ranks; norms (a few kilobytes) and a value head stay whole, their
+    gradients are summed one by one. Otherwise everything is cut along dimension 0.
     """
     low = compute != torch.float32
     policy = MixedPrecisionPolicy(
@@ -213,14 +213,12 @@ def _row_weights(rules: ModelRules) -> list[nn.Parameter]:
 
 
 def _uncut(module: nn.Module, rules: ModelRules) -> list[nn.Parameter]:
-    """Parameters of the model itself that tensor parallel leaves whole: norms, and biases of row-wise matrices."""
-    found: list[nn.Parameter] = []
-    matrices = {id(block.get_submodule(c.module)) for block in rules.blocks for c in rules.cuts if c.kind == "column"}
-    ends = {id(rules.embedding), id(rules.head)}
-    for part in module.modules():
-        if id(part) not in matrices | ends:
-            found.extend(p for p in part.parameters(recurse=False) if p.ndim == 1)
-    return found
+    """Parameters that tensor parallel would leave whole: norms, biases of row-wise matrices, a value head."""
+    columns = [block.get_submodule(c.module) for block in rules.blocks for c in rules.cuts if c.kind == "column"]
+    ends = [rules.embedding] + ([rules.head] if rules.head is not None else [])
+    cut = {id(p) for part in (*columns, *ends) for p in part.parameters(recurse=False)}
+    cut |= {id(p) for p in _row_weights(rules)}
+    return [p for p in module.parameters() if id(p) not in cut]
 
 
 def _summed(grad: torch.Tensor, *, groups: list[dist.ProcessGroup], dtype: torch.dtype) -> torch.Tensor:

@@ -179,3 +179,9 @@ def shard_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, list[dist.ProcessGroup]]:
 
 def _sizes(mesh: DeviceMesh) -> dict[str, int]:
     return {name: mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names or ())}
+
+
+def broadcast_tensor(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    """Overwrite `tensor` with global rank `source`'s; nothing to do in a world of one (group None)."""
+    if group is not None:
+        dist.broadcast(tensor, src=source, group=group)
