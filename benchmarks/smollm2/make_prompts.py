@@ -4,7 +4,7 @@
     python benchmarks/smollm2/make_prompts.py OUT_DIR [--train 4096] [--val 256]
 
 Writes OUT_DIR/train.parquet and OUT_DIR/val.parquet. The tasks are sums and differences of two numbers (`chain_sum`,
-one or two digits) and products of one-digit numbers (`products`): SmolLM2-135M-Instruct answers a third of them at
+one or two digits) and products of one-digit numbers (`products`): SmolLM2-135M-Instruct answers a fifth of them at
 first. No question of the validation file occurs in the training file.
 """
 
