@@ -89,6 +89,7 @@ class BuiltinGenerator:
         slots = min(self.max_concurrent, len(prompts))
         cache = Cache(self.decoder.config, slots, longest, self.decoder.dtype, self.device)
         active: list[_Active] = []
+        after: dict[tuple[int, ...], Tensor] = {}  # logits after a prompt, while answers to it wait
         done: dict[int, Rollout] = {}
         while waiting or active:
             if self.should_stop is not None and self.should_stop():
@@ -100,7 +101,8 @@ class BuiltinGenerator:
             if fresh:
                 first = len(active)
                 active.extend(fresh)
-                logits = self._prefill(fresh, first, cache)
+                wanted = {prompts[i].token_ids for i in waiting}
+                logits = self._prefill(active, first, cache, after, wanted)
                 self._accept(fresh, logits, sampling)
                 self._retire(active, cache, sampling, done)
                 continue
@@ -127,24 +129,48 @@ class BuiltinGenerator:
             for p in prompts
             if (sampling.max_new_tokens if p.max_new_tokens is None else p.max_new_tokens) < 1
         ]
+        if sampling.stop and self.tokenizer is None:
+            faults.append(
+                Fault(
+                    where="rollout.stop",
+                    found="stop strings and no tokenizer",
+                    allowed="a tokenizer, which decodes the answers that are searched",
+                    fix="give the generator the tokenizer, or use rollout.stop_token_ids",
+                )
+            )
         if faults:
             raise DataError(faults)
 
-    def _prefill(self, fresh: list[_Active], first: int, cache: Cache) -> Tensor:
-        """Logits [len(fresh), V]; equal prompts are computed once and copied."""
+    def _prefill(
+        self,
+        active: list[_Active],
+        first: int,
+        cache: Cache,
+        after: dict[tuple[int, ...], Tensor],
+        wanted: set[tuple[int, ...]],
+    ) -> Tensor:
+        """Logits [len(active) - first, V] for the sequences from slot `first` on.
+
+        Equal prompts are computed once and copied, also from a slot admitted earlier: `after` holds the logits [V]
+        after each prompt in `wanted`, those that further answers wait for. It lives as long as one call of generate.
+        """
         leader: dict[tuple[int, ...], int] = {}
-        for j, a in enumerate(fresh):
-            leader.setdefault(a.prompt.token_ids, j)
-        computed = list(leader.values())
-        logits = self.decoder.prefill(
-            [fresh[j].prompt.token_ids for j in computed], cache, [first + j for j in computed], self.backend
-        )
-        row = {j: r for r, j in enumerate(computed)}
-        for j, a in enumerate(fresh):
-            source = leader[a.prompt.token_ids]
-            if source != j:
-                cache.copy_slot(first + source, first + j, len(a.prompt.token_ids))
-        return logits[torch.tensor([row[leader[a.prompt.token_ids]] for a in fresh], device=logits.device)]
+        for slot, a in enumerate(active):
+            ids = a.prompt.token_ids
+            if slot >= first or ids in after:
+                leader.setdefault(ids, slot)
+        computed = [(ids, slot) for ids, slot in leader.items() if slot >= first]
+        if computed:
+            logits = self.decoder.prefill([c[0] for c in computed], cache, [c[1] for c in computed], self.backend)
+            after.update((ids, logits[r]) for r, (ids, _) in enumerate(computed))
+        for slot in range(first, len(active)):
+            ids = active[slot].prompt.token_ids
+            if leader[ids] != slot:
+                cache.copy_slot(leader[ids], slot, len(ids))
+        out = torch.stack([after[a.prompt.token_ids] for a in active[first:]])
+        for ids in after.keys() - wanted:
+            del after[ids]
+        return out
 
     def _accept(self, rows: list[_Active], logits: Tensor, sampling: SamplingParams) -> None:
         """Draw one token for each row."""
@@ -183,7 +209,7 @@ class BuiltinGenerator:
     def _finished(self, a: _Active, sampling: SamplingParams) -> FinishReason | None:
         if a.tokens[-1] in sampling.stop_token_ids:
             return "stop"
-        if sampling.stop and self.tokenizer is not None:
+        if sampling.stop:
             # the end of the text is enough: a stop string of n characters spans at most n tokens, plus one cut in the
             # middle
             longest = max(len(s) for s in sampling.stop) + 8

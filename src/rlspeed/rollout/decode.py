@@ -30,10 +30,14 @@ class Layer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: Tensor
+    o_bias: Tensor | None
     norm2: Tensor
     gate: Tensor
     up: Tensor
     down: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
 
 
 class Cache:
@@ -56,6 +60,22 @@ def head_width(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def _check_rope(rotary: Any, config: Any, max_length: int) -> None:
+    """Refuse rotary tables that change with the length of the sequence; one table serves all sequences here."""
+    kind = getattr(rotary, "rope_type", "default")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    limit = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+    if kind in ("dynamic", "longrope") and max_length > limit:
+        raise ConfigError(
+            Fault(
+                where="model.path",
+                found=f"rope type {kind!r}, whose angles change past {limit} tokens",
+                allowed=f"data.max_length of at most {limit}, or another rope type",
+                fix="shorten data.max_length",
+            )
+        )
+
+
 class Decoder:
     """The model as plain tensor functions; `refresh` takes the weights, by reference where they are plain tensors."""
 
@@ -72,7 +92,9 @@ class Decoder:
                     fix="shorten data.max_length",
                 )
             )
+        _check_rope(model.model.rotary_emb, config, max_length)
         self.config = config
+        self.act = model.model.layers[0].mlp.act_fn
         self.heads, self.kv_heads, self.width = (
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -102,8 +124,10 @@ class Decoder:
                     *(get(f"{a}{n}_proj.bias") for n in "qkv"),
                     *(get(f"{a}{n}_norm.weight") for n in "qk"),
                     weights[f"{a}o_proj.weight"],
+                    get(f"{a}o_proj.bias"),
                     weights[f"model.layers.{i}.post_attention_layernorm.weight"],
                     *(weights[f"{m}{n}_proj.weight"] for n in ("gate", "up", "down")),
+                    *(get(f"{m}{n}_proj.bias") for n in ("gate", "up", "down")),
                 )
             )
 
@@ -128,7 +152,8 @@ class Decoder:
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        return F.linear(F.silu(F.linear(x, layer.gate)) * F.linear(x, layer.up), layer.down)
+        gate = self.act(F.linear(x, layer.gate, layer.gate_bias))
+        return F.linear(gate * F.linear(x, layer.up, layer.up_bias), layer.down, layer.down_bias)
 
     def prefill(self, prompts: list[tuple[int, ...]], cache: Cache, slots: list[int], backend: str) -> Tensor:
         """Run prompts packed, keep keys and values in `slots`; returns the logits [P, V] after their last tokens."""
@@ -147,7 +172,7 @@ class Decoder:
             cache.keys[i, rows, :, positions] = k
             cache.values[i, rows, :, positions] = v
             out = varlen_attention(q, k, v, bounds, lengths, max_seqlen=max(lengths), scale=self.scale, backend=backend)
-            x = x + F.linear(out.reshape(x.shape[0], -1), layer.o)
+            x = x + F.linear(out.reshape(x.shape[0], -1), layer.o, layer.o_bias)
             x = x + self._mlp(layer, self._rms(x, layer.norm2))
         last = bounds[1:].long() - 1
         return F.linear(self._rms(x[last], self.norm), self.head)
@@ -176,7 +201,7 @@ class Decoder:
                 attn_mask=seen,
                 scale=self.scale,
             )
-            x = x + F.linear(out.reshape(count, -1), layer.o)
+            x = x + F.linear(out.reshape(count, -1), layer.o, layer.o_bias)
             x = x + self._mlp(layer, self._rms(x, layer.norm2))
         return F.linear(self._rms(x, self.norm), self.head)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlspeed.errors import DataError
+from rlspeed.errors import ConfigError, DataError
 from rlspeed.models.build import load_causal_lm
 from rlspeed.rollout.builtin import BuiltinGenerator
 from rlspeed.rollout.types import GenerationStopped, Prompt, Rollout, SamplingParams
@@ -168,3 +168,72 @@ def test_stop_request_and_callback(llama: torch.nn.Module) -> None:
     generator.should_stop = None
     got = generator.generate(requests(PROMPTS), SamplingParams(max_new_tokens=3))
     assert sorted(r.prompt_id for r in seen) == sorted(r.prompt_id for r in got)
+
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def tiny_llama(**extra: object) -> torch.nn.Module:
+    """A random Llama with `extra` in its config; biases are not zero."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TINY, **extra)).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("extra", [{"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}])
+def test_biases_and_activation_of_the_config_are_used(extra: dict[str, object]) -> None:
+    model = tiny_llama(**extra)
+    job = Prompt(prompt_id=0, sample_id=0, token_ids=(5, 6, 7), seed=1)
+    rollout = BuiltinGenerator(model, max_concurrent=1, max_length=64).generate([job], GREEDY)[0]
+    with torch.no_grad():
+        logp = model(torch.tensor([rollout.prompt_ids + rollout.response_ids])).logits[0].log_softmax(-1)
+    want = [float(logp[2 + j, t]) for j, t in enumerate(rollout.response_ids)]
+    # fp32, two layers: the same sums in another order
+    assert list(rollout.logprobs) == pytest.approx(want, abs=1e-5)
+
+
+def test_rope_that_changes_with_length_is_refused() -> None:
+    model = tiny_llama(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
+    kept = model.model.rotary_emb.inv_freq.clone()
+    with pytest.raises(ConfigError, match="dynamic"):
+        BuiltinGenerator(model, max_concurrent=1, max_length=128)
+    BuiltinGenerator(model, max_concurrent=1, max_length=64)
+    assert torch.equal(kept, model.model.rotary_emb.inv_freq), "the trainer's own table is left alone"
+
+
+def test_a_prompt_is_computed_once_though_its_answers_queue(llama: torch.nn.Module) -> None:
+    """Eight answers through two slots that free one after the other: one prefill."""
+    generator = BuiltinGenerator(llama, max_concurrent=2, max_length=64)
+    computed: list[tuple[int, ...]] = []
+    prefill = generator.decoder.prefill
+
+    def counted(prompts: list[tuple[int, ...]], *rest: object) -> torch.Tensor:
+        computed.extend(prompts)
+        return prefill(prompts, *rest)  # type: ignore[arg-type]
+
+    generator.decoder.prefill = counted  # type: ignore[method-assign, assignment]
+    jobs = [Prompt(prompt_id=0, sample_id=i, token_ids=(5, 6, 7), seed=i, max_new_tokens=3 + i) for i in range(8)]
+    got = generator.generate(jobs, SamplingParams(max_new_tokens=9))
+    assert computed == [(5, 6, 7)]
+    assert [len(r.response_ids) for r in got] == [3 + i for i in range(8)]
+    alone = [generator.generate([job], SamplingParams(max_new_tokens=9))[0] for job in jobs]
+    assert [r.response_ids for r in got] == [r.response_ids for r in alone]
+
+
+def test_stop_strings_need_a_tokenizer(llama: torch.nn.Module) -> None:
+    generator = BuiltinGenerator(llama, max_concurrent=2, max_length=64)
+    with pytest.raises(DataError, match="tokenizer"):
+        generator.generate(requests(PROMPTS), SamplingParams(max_new_tokens=4, stop=("x",)))
