@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rlspeed.engine.packed import PackedBatch
+from rlspeed.errors import LayoutError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +59,34 @@ def response_window(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     keep = offset < lengths[:, None]
     index = starts[:, None] + torch.minimum(offset, lengths[:, None] - 1)
     return index.reshape(-1).clamp_min(1), keep.reshape(-1)
+
+
+def conventional_row(
+    prompt: list[int], response: list[int], *, pad: int, prompt_width: int, response_width: int
+) -> dict[str, list[int]]:
+    """One row as verl's files and workers lay it out: the prompt padded on its left, the response on its right.
+
+    Returns input_ids, attention_mask and position_ids of prompt_width + response_width entries and response_mask of
+    response_width entries. The masks come from the lengths; pad ids inside the prompt or response change nothing.
+    For comparing with other trainers' batches; training here uses `PaddedView`.
+
+    Raises:
+        LayoutError: the prompt or the response is longer than its width.
+    """
+    if len(prompt) > prompt_width or len(response) > response_width:
+        raise LayoutError(
+            f"prompt of {len(prompt)} and response of {len(response)} tokens "
+            f"in widths {prompt_width} and {response_width}"
+        )
+    left, right = prompt_width - len(prompt), response_width - len(response)
+    mask = [0] * left + [1] * (len(prompt) + len(response)) + [0] * right
+    positions, seen = [], 0
+    for bit in mask:
+        seen += bit
+        positions.append(max(seen - 1, 0))
+    return {
+        "input_ids": [pad] * left + prompt + response + [pad] * right,
+        "attention_mask": mask,
+        "position_ids": positions,
+        "response_mask": mask[prompt_width:],
+    }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlspeed.engine.packed import PackedBatch, pack_sequences
-from rlspeed.engine.padded import PaddedView, response_window
+from rlspeed.engine.padded import PaddedView, conventional_row, response_window
 from rlspeed.errors import LayoutError
 from rlspeed.models.build import PolicyModel, ValueModel, load_causal_lm
 
@@ -33,6 +33,17 @@ def test_layout_conformance() -> None:
     assert batch.max_seqlen == want["max_seqlen"]
     # a token trains when its predecessor predicts it: the mask is the valid-label mask moved by one
     assert [*batch.loss_mask.tolist()[1:], False] == [bool(x) for x in want["valid_label_mask"]]
+
+
+def test_padding_conventions_conformance() -> None:
+    case = CASES["pack/padding_conventions"]
+    given = case["input"]
+    row = conventional_row(
+        given["prompt"], given["response"], pad=given["pad"], prompt_width=given["P"], response_width=given["R"]
+    )
+    assert row == case["expected"]
+    with pytest.raises(LayoutError, match="widths 1 and 5"):
+        conventional_row(given["prompt"], given["response"], pad=0, prompt_width=1, response_width=5)
 
 
 def test_targets_never_cross_a_boundary() -> None:
