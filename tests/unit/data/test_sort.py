@@ -363,6 +363,8 @@ def test_buckets_waste_little_and_their_lengths_do_not_run_in_a_saw_tooth():
 
 INTERRUPTED = """
 import os, signal, sys, threading
+# a shell that starts its jobs in the background hands SIGINT down ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from rlspeed.data import permute, sort
 from rlspeed.data.files import expand
