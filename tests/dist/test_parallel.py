@@ -58,7 +58,7 @@ class Case:
         return self.copies * self.dp * self.sp * self.tp
 
     def __str__(self) -> str:
-        cuts = [f"{n}{d}" for n, d in zip(("copies", "dp", "sp", "tp"), self.degrees) if d > 1]
+        cuts = [f"{n}{d}" for n, d in zip(("copies", "dp", "sp", "tp"), self.degrees) if d > 1] or ["one"]
         flags = [n for n in ("tied", "aligned", "checkpointing") if getattr(self, n)]
         return "-".join([*cuts, self.family, self.kind, f"kv{self.kv_heads}", *flags])
 
@@ -89,7 +89,8 @@ CASES = (
     Case(family="qwen3", aligned=True, dp=2, tp=2),
     Case(family="qwen3", aligned=True, dp=2, sp=2),
     Case(family="llama", aligned=True, copies=2, dp=2, checkpointing=True),
-    # copies, and activations computed twice
+    # one rank is spread over nothing; copies, and activations computed twice
+    Case(family="llama", tied=True, checkpointing=True),
     Case(family="llama", copies=2, dp=2, tied=True),
     Case(family="llama", copies=2, sp=2),
     Case(family="qwen3", checkpointing=True, dp=2, tp=2),
@@ -179,7 +180,7 @@ def all_cases(rank: int) -> dict[str, Any]:
     """Every case on the ranks that it needs; meshes first, since all ranks make them together."""
     places, meshes = {}, {}
     for number, case in enumerate(CASES):
-        ranks = tuple(range(WORLD)) if case.num_ranks == WORLD else ((0, 1), (2, 3))[number % 2]
+        ranks = {1: (0,), 2: ((0, 1), (2, 3))[number % 2], 4: (0, 1, 2, 3)}[case.num_ranks]
         places[str(case)] = ranks
         key = (case.degrees, ranks)
         if key not in meshes:
