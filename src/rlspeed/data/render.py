@@ -59,7 +59,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode("utf-8")).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rendered:
     """One prompt as the model sees it; `fault` says why there is none. blank: it holds no visible content of its own.
 
@@ -259,8 +259,14 @@ def _slices(texts: list[str]) -> Iterator[list[str]]:
 
 def _is_blank(chat: list[dict[str, Any]]) -> bool:
     """No message other than the system's says anything, or one of them is empty."""
-    said = [m for m in chat if m["role"] != "system"]
-    return not said or any(not m["content"].strip() and not m.get("tool_calls") for m in said)
+    said = False
+    for message in chat:
+        if message["role"] != "system":
+            said = True
+            text = message["content"]
+            if (not text or text.isspace()) and not message.get("tool_calls"):
+                return True
+    return not said
 
 
 def _prefix_ids(tokenizer: Any) -> tuple[int, ...]:
