@@ -14,16 +14,18 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from rlspeed.bench.measure import device_ms
 from rlspeed.engine.attention import BACKENDS, choose_attention, varlen_attention
 
 # query heads, KV heads, head size
 SHAPES = {"1.5b": (12, 2, 128), "7b": (28, 4, 128), "8b": (32, 8, 128)}
 TOKENS = 16384
+# for the repeats of one measurement
+BUDGET_SECONDS = 0.3
 
 
 def packs() -> dict[str, tuple[int, ...]]:
@@ -34,25 +36,6 @@ def packs() -> dict[str, tuple[int, ...]]:
         length = int(torch.randint(232, 1225, (1,), generator=generator))
         mixed.append(min(length, TOKENS - sum(mixed)))
     return {"mixed": tuple(mixed), "one": (TOKENS,), "short": (64,) * (TOKENS // 64)}
-
-
-def timed(run: Callable[[], object], budget_seconds: float = 0.3) -> dict[str, float]:
-    """n, min, median and max in ms of `run`, timed on the device, after three warm-ups."""
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    count = max(5, min(30, int(budget_seconds / (time.perf_counter() - start))))
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-    for before, after in events:
-        before.record()
-        run()
-        after.record()
-    torch.cuda.synchronize()
-    times = sorted(before.elapsed_time(after) for before, after in events)
-    return {"n": count, "min": times[0], "median": times[count // 2], "max": times[-1]}
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -92,8 +75,8 @@ def measure(
         torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True)
 
     with torch.no_grad():
-        ahead = timed(forward)
-    back = timed(backward)
+        ahead = device_ms(forward, budget_seconds=BUDGET_SECONDS)
+    back = device_ms(backward, budget_seconds=BUDGET_SECONDS)
     reach = sum(sum(min(i + 1, window or i + 1) for i in range(n)) for n in lengths)
     flops = 4 * dim * query_heads * reach
     return {

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from rlspeed.bench.measure import device_ms
 from rlspeed.engine.head import HeadPlan, Tile, linear_logprob
 
 SHAPES = {
@@ -52,6 +53,8 @@ CUTS = {
 }
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+# for the repeats of one measurement
+BUDGET_SECONDS = 0.25
 
 
 def ours(plan: HeadPlan, with_entropy: bool = True) -> Call:
@@ -106,25 +109,6 @@ def make_inputs(tokens: int, width: int, vocab: int) -> tuple[torch.Tensor, torc
     return h.requires_grad_(), w.requires_grad_(), torch.randint(vocab, (tokens,), device="cuda")
 
 
-def timed(run: Callable[[], object], budget_seconds: float = 0.25) -> dict[str, float]:
-    """n, min, median and max in ms of `run`, timed on the device; three warm-ups, then as many as the budget holds."""
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    count = max(5, min(30, int(budget_seconds / (time.perf_counter() - start))))
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-    for before, after in events:
-        before.record()
-        run()
-        after.record()
-    torch.cuda.synchronize()
-    times = sorted(before.elapsed_time(after) for before, after in events)
-    return {"n": count, "min": times[0], "median": times[count // 2], "max": times[-1]}
-
-
 def peak_gib(run: Callable[[], object]) -> float:
     """Peak device memory of `run` above what was allocated before it."""
     torch.cuda.synchronize()
@@ -152,9 +136,12 @@ def measure(call: Call, h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> di
             loss = loss - 0.01 * entropy.sum()
         loss.backward()
 
-    result: dict[str, object] = {"forward_ms": timed(forward), "forward_peak_gib": peak_gib(forward)}
+    result: dict[str, object] = {
+        "forward_ms": device_ms(forward, budget_seconds=BUDGET_SECONDS),
+        "forward_peak_gib": peak_gib(forward),
+    }
     h.grad = w.grad = None
-    result["forward_backward_ms"] = timed(both)
+    result["forward_backward_ms"] = device_ms(both, budget_seconds=BUDGET_SECONDS)
     h.grad = w.grad = None
     result["forward_backward_peak_gib"] = peak_gib(both)
     h.grad = w.grad = None
@@ -207,12 +194,12 @@ def floor(h: torch.Tensor, w: torch.Tensor) -> dict[str, object]:
             torch.mm(h, w[v : v + 8448].T, out_dtype=torch.float32, out=cut)
 
     found: dict[str, object] = {
-        "forward_ms": timed(lambda: torch.mm(h, w.T, out=z)),
-        "forward_backward_ms": timed(three),
+        "forward_ms": device_ms(lambda: torch.mm(h, w.T, out=z), budget_seconds=BUDGET_SECONDS),
+        "forward_backward_ms": device_ms(three, budget_seconds=BUDGET_SECONDS),
         "fp32_cuts_share_of_vocabulary": (w.shape[0] // 8448) * 8448 / w.shape[0],
     }
     try:
-        found["forward_fp32_cuts_ms"] = timed(cuts)
+        found["forward_fp32_cuts_ms"] = device_ms(cuts, budget_seconds=BUDGET_SECONDS)
     except (RuntimeError, NotImplementedError) as error:
         found["forward_fp32_cuts_ms"] = str(error)[:200]
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -59,23 +60,32 @@ class PackedBatch:
 
     def response_index(self) -> torch.Tensor:
         """Positions [N] int64 of the tokens that train, in order."""
-        return self.loss_mask.nonzero(as_tuple=True)[0]
+        return self._response_index
 
     def segment_ids(self) -> torch.Tensor:
         """For each token that trains, the number [N] int64 of its sequence in this batch."""
+        return self._segment_ids
+
+    @cached_property
+    def _response_index(self) -> torch.Tensor:
+        # found once: the host waits for a GPU to count them
+        return self.loss_mask.nonzero(as_tuple=True)[0]
+
+    @cached_property
+    def _segment_ids(self) -> torch.Tensor:
         lengths = torch.tensor(self.lengths, device=self.input_ids.device)
         per_token = torch.repeat_interleave(torch.arange(len(self.lengths), device=lengths.device), lengths)
-        return per_token[self.loss_mask]
+        return per_token[self._response_index]
 
     def put(self, name: str, values: torch.Tensor) -> None:
         """Keep `values` [N] of the tokens that train as stream `name` [T] float32, zero elsewhere."""
         stream = torch.zeros(self.num_tokens, dtype=torch.float32, device=self.input_ids.device)
-        stream[self.loss_mask] = values.detach().float()
+        stream[self._response_index] = values.detach().float()
         self.streams[name] = stream
 
     def get(self, name: str) -> torch.Tensor:
         """Stream `name` at the tokens that train, [N] float32."""
-        return self.streams[name][self.loss_mask]
+        return self.streams[name][self._response_index]
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch on another device."""

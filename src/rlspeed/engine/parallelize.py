@@ -62,6 +62,14 @@ def compile_blocks(blocks: nn.ModuleList) -> None:
         block.compile(dynamic=True)
 
 
+def _policy(compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
+    # fp32 everywhere needs no policy; casting inputs would round the fp32 rotary tables (torchtitan does the same)
+    low = compute != torch.float32
+    return MixedPrecisionPolicy(
+        param_dtype=compute if low else None, reduce_dtype=reduce if low else None, cast_forward_inputs=False
+    )
+
+
 def shard(
     model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh, *, compute: torch.dtype, reduce: torch.dtype
 ) -> None:
@@ -69,11 +77,7 @@ def shard(
 
     The root stays unsharded between forward and backward, since the head is used outside of any block.
     """
-    # fp32 everywhere needs no policy; casting inputs would round the fp32 rotary tables (torchtitan does the same)
-    low = compute != torch.float32
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute if low else None, reduce_dtype=reduce if low else None, cast_forward_inputs=False
-    )
+    policy = _policy(compute, reduce)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -137,10 +141,7 @@ def fsdp(
     is its slice under tensor parallel over the same ranks; norms (a few kilobytes) and a value head stay whole, their
     gradients are summed one by one. Otherwise everything is cut along dimension 0.
     """
-    low = compute != torch.float32
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute if low else None, reduce_dtype=reduce if low else None, cast_forward_inputs=False
-    )
+    policy = _policy(compute, reduce)
     over, data_groups = shard_mesh(mesh)
     row_wise = {id(p) for p in _row_weights(rules)}
     whole = set(_uncut(module, rules)) if aligned else set()

@@ -144,8 +144,6 @@ def _packed(
         sequence_ids=numbers,
         trains=[table[n].trains for n in numbers],
     )
-    stream = torch.zeros(batch.num_tokens)
     flat = [x for n in numbers if table[n].trains for x in held[n][1]]
-    stream[batch.loss_mask] = torch.tensor(flat, dtype=torch.float32)
-    batch.streams["rollout_logprobs"] = stream
+    batch.put("rollout_logprobs", torch.tensor(flat, dtype=torch.float32))
     return batch

@@ -112,10 +112,9 @@ def assign_advantages(
 
 def whiten_over_ranks(parts: Sequence[torch.Tensor], world: World) -> list[torch.Tensor]:
     """Mean 0 and unbiased variance 1 over all values of all ranks; ranks without values take part (with zeros)."""
-    count = float(sum(p.numel() for p in parts))
-    total = sum(float(p.double().sum()) for p in parts)
-    count, total = world.sum([count, total])
+    sums = [segments.count_and_sum(p) for p in parts]
+    count, total = world.sum([sum(n for n, _ in sums), sum(t for _, t in sums)])
     mean = total / max(count, 1.0)
-    squares = world.sum([sum(float((p.double() - mean).square().sum()) for p in parts)])[0]
-    variance = squares / max(count - 1.0, 1.0)
+    squares = world.sum([sum(segments.centred_square_sum(p, mean) for p in parts)])[0]
+    variance = segments.unbiased_variance(squares, count)
     return [segments.standardise(p, mean, variance) for p in parts]

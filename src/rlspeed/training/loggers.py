@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from rlspeed.errors import ConfigError, Fault, RunError
 from rlspeed.training.metrics import split
+from rlspeed.training.rundir import write_text
 
 LoggerName = Literal["tensorboard", "wandb"]
 
@@ -77,12 +78,7 @@ class JsonLines:
         wanted = "".join(line + "\n" for line in kept)
         if wanted == text:
             return 0
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(wanted)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        write_text(self.path, wanted)
         return len(rows) - len(kept) + (not text.endswith("\n"))
 
 

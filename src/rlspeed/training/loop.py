@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,11 @@ class Job:
         self.loggers.log(self.step, values)
         self.display.step(self.step, values)
 
-    def _phase(self, name: str) -> Any:
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
         """Time and show a phase."""
-        return _Both(self.clock.phase(name), self.display.phase(name))
+        with self.clock.phase(name), self.display.phase(name):
+            yield
 
     def _roles(self) -> Mapping[str, Trainable]:
         roles = self.setup.parts.roles
@@ -215,21 +218,6 @@ class Job:
             for picture in write_plots(self.dir):
                 self.display.note(f"plot: {picture}")
         return 0
-
-
-class _Both:
-    """Two contexts as one."""
-
-    def __init__(self, first: Any, second: Any) -> None:
-        self.contexts = (first, second)
-
-    def __enter__(self) -> None:
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*error)
 
 
 def _seed_everything(seed: int) -> None:

@@ -230,14 +230,15 @@ def _update_actor(
             batch.put("old_logprobs", logprobs)
         if first:
             record_mismatch(metrics, batch)
-        out = _policy_loss(parts, batch, logprobs, _weights(parts, batch, counts), metrics)
+        weights = _weights(parts, batch, counts)
+        out = _policy_loss(parts, batch, logprobs, weights, metrics)
         assert entropy is not None
-        out = out.plus(loss.entropy_bonus(entropy, _weights(parts, batch, counts), coef=cfg.entropy_coef))
+        out = out.plus(loss.entropy_bonus(entropy, weights, coef=cfg.entropy_coef))
         if cfg.kl.where == "loss":
             term = loss.kl_loss(
                 logprobs,
                 batch.get("ref_logprobs"),
-                _weights(parts, batch, counts),
+                weights,
                 estimator=cfg.kl.estimator,
                 coef=kl_coef,
             )

@@ -64,9 +64,12 @@ def _open(name: str, wanted: str | None, *, resume: bool) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write to a temporary name in the same folder, then rename."""
+    """Write to a temporary name in the same folder, wait for the disk, then rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
