@@ -11,7 +11,8 @@ import torch
 from rlspeed.errors import LayoutError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# no slots: the cached indices below live in the instance
+@dataclass(frozen=True, kw_only=True)
 class PackedBatch:
     """Tokens of S sequences in one row, without padding between them.
 
