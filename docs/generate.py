@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference from what they describe: the schema, the command tree, the metric declarations.
+"""Write the pages of docs/reference from what they describe: schema, command tree, metric declarations, tests.
 
 python docs/generate.py --write     # write them
 python docs/generate.py --check     # exit code 1 and the names of those that are out of date
@@ -7,8 +7,11 @@ python docs/generate.py --check     # exit code 1 and the names of those that ar
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
+import re
 import sys
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -23,7 +26,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo
 
-REFERENCE = Path(__file__).resolve().parent / "reference"
+DOCS = Path(__file__).resolve().parent
+REFERENCE = DOCS / "reference"
+TESTS = DOCS.parent / "tests"
 BOUNDS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 PLAIN = {
     str: "text",
@@ -268,10 +273,47 @@ def metrics_reference() -> str:
     return metrics_reference()
 
 
+def faults_reference() -> str:
+    """The text of docs/reference/known-faults.md."""
+    table = tomllib.loads((DOCS / "known-faults.toml").read_text(encoding="utf-8"))
+    tests = fault_tests(table["kinds"])
+    lines = [
+        "# Known faults",
+        "",
+        "Generated from `docs/known-faults.toml` and the docstrings of the tests by `docs/generate.py --write`.",
+        "",
+        "What went wrong for users of other trainers and libraries, and the tests that keep it from going wrong here.",
+        "Where what would have the fault is not offered, the tests show that asking for it is refused.",
+    ]
+    for kind, title in table["kinds"].items():
+        lines += ["", f"## {title.capitalize()}", "", "| id | fault | guarded by |", "| --- | --- | --- |"]
+        for fault, text in table["faults"].items():
+            if fault.partition("-")[0] != kind:
+                continue
+            guards = [f"`{t}`" for t in tests.get(fault, ())]
+            notes = [f"refused: {table['refused'][fault]}"] if fault in table["refused"] else []
+            notes += [f"open: {table['open'][fault]}"] if fault in table["open"] else []
+            lines.append(f"| {fault} | {_cell(text)} | {'<br>'.join([*notes, *guards])} |")
+    return "\n".join(lines) + "\n"
+
+
+def fault_tests(kinds: typing.Iterable[str]) -> dict[str, list[str]]:
+    """The tests, as `FILE::NAME` below tests/, whose docstring names a fault's id, by id."""
+    pattern = re.compile(rf"\b(?:{'|'.join(kinds)})-\d\d\b")
+    found: dict[str, list[str]] = {}
+    for file in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                for fault in sorted(set(pattern.findall(ast.get_docstring(node) or ""))):
+                    found.setdefault(fault, []).append(f"{file.relative_to(TESTS).as_posix()}::{node.name}")
+    return found
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_reference,
     "cli.md": cli_reference,
     "metrics.md": metrics_reference,
+    "known-faults.md": faults_reference,
 }
 
 

@@ -85,7 +85,7 @@ def alive(pid: int) -> bool:
 
 
 def test_dev_15_two_runs_at_once_and_torchrun_does_the_same(start) -> None:
-    """No fixed port and no shared file between the two; and both ways to start give the same numbers."""
+    """dev-15: no fixed port and no shared file between the two; and both ways to start give the same numbers."""
     runs = [
         start("ours", *OURS, "run.steps=2"),
         start(
@@ -110,7 +110,7 @@ def test_dev_15_two_runs_at_once_and_torchrun_does_the_same(start) -> None:
 
 @pytest.mark.parametrize("moment", ["start-up", "training"])
 def test_life_10_no_process_outlives_its_launcher(start, moment: str) -> None:
-    """kill -9 of the launcher gives it no chance to say goodbye."""
+    """life-10: kill -9 of the launcher gives it no chance to say goodbye."""
     run = start("run", *OURS, "run.steps=100000")
     run.until(lambda: len(children(run.process.pid)) == 2, "two processes")
     if moment == "training":
@@ -135,7 +135,9 @@ def test_sigterm_to_the_launcher_saves_and_leaves_with_0(start) -> None:
 
 
 def test_life_17_the_first_error_is_shown_and_ends_all_ranks(start, tmp_path: Path) -> None:
-    """Rank 1 alone fails; rank 0 must not wait in a collective, and its own trouble must not hide the cause."""
+    """life-17: rank 1 alone fails; rank 0 must not wait in a collective, and its own trouble must not hide the
+    cause.
+    """
     reward = tmp_path / "reward.py"
     reward.write_text(
         "import os\n"

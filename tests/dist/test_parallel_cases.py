@@ -250,20 +250,20 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_num_02_every_token_weighs_the_same(results: list[dict[str, Any]]) -> None:
-    """A mean per rank would give (4 + 4/3) / 2; the gradient is one process's (1e-5: other order of sums)."""
+    """num-02: a mean per rank would give (4 + 4/3) / 2; the gradient is one process's (1e-5: other order of sums)."""
     for found in results[:2]:
         assert found["num-02"]["loss"] == pytest.approx(2.0, rel=1e-6)
         assert found["num-02"]["gap"] < 1e-5
 
 
 def test_num_14_a_rank_without_tokens_whitens_with_the_others(results: list[dict[str, Any]]) -> None:
-    """Mean 2 and unbiased variance 2 of two tokens on both ranks: not 4 tokens, and nobody waits."""
+    """num-14: mean 2 and unbiased variance 2 of two tokens on both ranks: not 4 tokens, and nobody waits."""
     for found in results[2:]:
         assert found["num-14"]["white"] == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-4)
 
 
 def test_num_19_the_norm_is_that_of_all_shards(results: list[dict[str, Any]]) -> None:
-    """5 in the log and in the clip factor of both ranks, so what is clipped is (3, 0, 0, 4) / 5."""
+    """num-19: 5 in the log and in the clip factor of both ranks, so what is clipped is (3, 0, 0, 4) / 5."""
     for found in results[:2]:
         assert found["num-19"]["norm"] == 5.0
         assert found["num-19"]["logged"] == 5.0
@@ -271,13 +271,15 @@ def test_num_19_the_norm_is_that_of_all_shards(results: list[dict[str, Any]]) ->
 
 
 def test_num_20_gradients_on_different_meshes_count_once(results: list[dict[str, Any]]) -> None:
-    """Cut over both axes, over one and repeated on the other, on one mesh alone, and plain: five times the same sum."""
+    """num-20: cut over both axes, over one and repeated on the other, on one mesh alone, and plain: five times the
+    same sum.
+    """
     for found in results:
         assert found["num-20"]["norm"] == pytest.approx(found["num-20"]["expected"], rel=1e-6)
 
 
 def test_sync_01_tied_weights_stay_tied(results: list[dict[str, Any]]) -> None:
-    """One parameter, its gradient the sum of both uses; file and generator hold what the trainer holds."""
+    """sync-01: one parameter, its gradient the sum of both uses; file and generator hold what the trainer holds."""
     for found in results:
         assert found["sync-01"]["one"]
         assert found["sync-01"]["gap"] < 1e-6  # of weights around 0.3 that moved by 1e-2
@@ -287,9 +289,8 @@ def test_sync_01_tied_weights_stay_tied(results: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("which", ["policy False", "policy True", "value True"])
 def test_sync_02_meta_start_keeps_ties_and_shards(results: list[dict[str, Any]], which: str) -> None:
-    """Nothing hangs; the tie is one parameter with both gradients; no rank holds much more than its quarter.
-
-    (Norms and padding come on top of the quarter; the whole model would be four times as much.)
+    """sync-02: nothing hangs; the tie is one parameter with both gradients; no rank holds much more than its
+    quarter. (Norms and padding come on top of the quarter; the whole model would be four times as much.)
     """
     for found in results:
         seen = found[f"sync-02 {which}"]

@@ -47,6 +47,7 @@ def test_every_group_and_a_reshard() -> None:
     [(silent_rank_1, "no answer in 12 s, last heard: nothing"), (dying_rank_1, "ended with exit code 9")],
 )
 def test_dev_08_the_missing_rank_is_named(worker: Any, words: str) -> None:
+    """dev-08: whoever does not come is named, after the start-up's own short wait."""
     with pytest.raises(DeviceError) as caught:
         run_smoke(device_map({"device_mesh": [0, 1]}), cuda=False, timeout_seconds=12.0, worker=worker)
     (fault,) = caught.value.faults

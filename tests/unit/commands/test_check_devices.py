@@ -94,7 +94,7 @@ def test_too_little_memory_is_a_problem_with_the_change_that_helps(files: Path) 
 
 
 def test_dev_16_on_a_machine_without_gpu(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Needs 4, sees what is here: said at once, not after a wait for resources."""
+    """dev-16: needs 4, sees what is here: said at once, not after a wait for resources."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     code, text = run(files / "map.yaml")
     assert code == 1

@@ -107,7 +107,7 @@ def test_devices_that_are_not_there(here: Path) -> None:
 def test_dev_14_a_taken_port_is_named_by_the_rank_that_would_open_it(
     here: Path, handed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not where nobody opens it: on other ranks, and without or before a launcher, which takes a free one."""
+    """dev-14: not where nobody opens it: on other ranks, and without or before a launcher, which takes a free one."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])

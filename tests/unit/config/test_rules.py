@@ -33,6 +33,7 @@ def test_the_packaged_profiles_break_no_rule(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
 def test_num_11_groups_need_two_answers(kind: str) -> None:
+    """num-11: each kind that compares answers of a group."""
     (fault,) = found(f"algorithm.kind={kind}", "rollout.n=1")
     assert fault.allowed == "at least 2"
     assert f"algorithm.kind={kind}" in fault.found
@@ -45,7 +46,7 @@ def test_a_group_filter_needs_two_answers() -> None:
 
 
 def test_pack_24_the_longest_sequence_fits_a_bin() -> None:
-    """Refused at the start with all three numbers; with budget 16 a sequence of 16 fits."""
+    """pack-24: refused at the start with all three numbers; with budget 16 a sequence of 16 fits."""
     lengths = ("data.max_prompt_length=8", "rollout.max_new_tokens=8", "data.max_length=16")
     (fault,) = found(*lengths, "packing.capacity=12")
     assert fault.where == "override"

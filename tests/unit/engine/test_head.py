@@ -137,7 +137,9 @@ def test_gradcheck_in_double(small_tiles):
 
 
 def test_num_23_under_checkpointing_and_tied_weight(small_tiles):
-    """The weight is the embedding too: its gradient is the sum of both uses, also when the forward runs twice."""
+    """num-23: the weight is the embedding too: its gradient is the sum of both uses, also when the forward runs
+    twice.
+    """
     from torch.utils.checkpoint import checkpoint
 
     _, weight, targets = inputs(10, 12, 80)

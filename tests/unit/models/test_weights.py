@@ -56,7 +56,7 @@ def test_specs_are_the_live_model(tiny_models: dict[str, Path], family: str) -> 
 
 
 def test_sync_09_a_parameter_that_no_table_lists_is_refused(tiny_models: dict[str, Path]) -> None:
-    """An adapter beside the model would train and never reach the generator."""
+    """sync-09: an adapter beside the model would train and never reach the generator."""
     module = policy(tiny_models, "llama")
     module.causal_lm.model.layers[0].mlp.adapter = nn.Linear(2, 3, bias=False)
     del module.causal_lm.model.layers[1].mlp.up_proj
@@ -69,6 +69,7 @@ def test_sync_09_a_parameter_that_no_table_lists_is_refused(tiny_models: dict[st
 
 
 def test_sync_10_wrapper_names_are_taken_off() -> None:
+    """sync-10: compile's, checkpointing's and both."""
     name = "causal_lm.model.layers.3._checkpoint_wrapped_module._orig_mod.mlp.up_proj.weight"
     assert checkpoint_name(name) == "model.layers.3.mlp.up_proj.weight"
     assert checkpoint_name("backbone.norm.weight") == "model.norm.weight"
@@ -76,7 +77,7 @@ def test_sync_10_wrapper_names_are_taken_off() -> None:
 
 
 def test_dev_10_heads_are_whole_or_refused(tiny_models: dict[str, Path]) -> None:
-    """Four query and two KV heads: degree 4 shares each KV head between two ranks, degree 3 halves heads."""
+    """dev-10: four query and two KV heads: degree 4 shares each KV head between two ranks, degree 3 halves heads."""
     rules = rules_for(policy(tiny_models, "llama"))
     assert tensor_faults(rules, 2) == []
     assert tensor_faults(rules, 4) == []
@@ -89,7 +90,7 @@ def test_dev_10_heads_are_whole_or_refused(tiny_models: dict[str, Path]) -> None
 
 
 def test_dev_10_training_keeps_few_kv_heads_whole(tiny_models: dict[str, Path]) -> None:
-    """Over tensor parallel 4 two KV heads are not cut in training, and one to a rank in generation."""
+    """dev-10: over tensor parallel 4 two KV heads are not cut in training, and one to a rank in generation."""
     module = policy(tiny_models, "qwen2")
     specs = weight_specs(module, module.causal_lm.config)
     train = Mesh.of(range(8), dp_replicate=1, dp_shard=2, tp=4)

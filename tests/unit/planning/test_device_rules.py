@@ -58,7 +58,7 @@ def test_a_good_setup_has_no_fault() -> None:
 
 
 def test_dev_16_needed_visible_and_who_asks() -> None:
-    """Six devices needed, four visible."""
+    """dev-16: six devices needed, four visible."""
     machine = replace(assume("4x H100"), assumed=False, packages=GOOD, visible="0,1,2,3")
     now = situation({"actor": {"device_mesh": [0, 1, 2, 3]}, "critic": {"device_mesh": [4, 5]}}, machine)
     text = only(now)
@@ -68,6 +68,7 @@ def test_dev_16_needed_visible_and_who_asks() -> None:
 
 
 def test_dev_01_slices_cannot_form_a_group() -> None:
+    """dev-01: NCCL does not join MIG slices."""
     sliced = tuple(replace(d, mig=True, entry=f"MIG-{i}") for i, d in enumerate(assume("2x A100-40GB").devices))
     machine = Machine(devices=sliced)
     found = check_run(situation({"actor": {"device_mesh": [0, 1]}}, machine))
@@ -101,7 +102,9 @@ def test_memory_that_somebody_else_holds() -> None:
     ("gpu", "bf16", "fp16"), [("1x T4", False, True), ("1x V100-16GB", False, True), ("1x A10", True, True)]
 )
 def test_dev_12_bf16_only_where_it_is_native(gpu: str, bf16: bool, fp16: bool) -> None:
-    """Capability 7.5 and 7.0 emulate bf16: an error with the reason and the way to fp16, never a silent fp16."""
+    """dev-12: capability 7.5 and 7.0 emulate bf16: an error with the reason and the way to fp16, never a silent
+    fp16.
+    """
     faults = check_run(situation(machine=gpu, model={"model_dtype": "bf16"}))
     assert (faults == []) == bf16
     if not bf16:
@@ -128,6 +131,7 @@ def test_vllm_dtype_is_checked_too() -> None:
     ],
 )
 def test_dev_10_tensor_parallel_gives_whole_heads(tp: int, words: str | None) -> None:
+    """dev-10: 32 heads, 4 KV heads."""
     actor = {"device_mesh": list(range(tp)), "tensor_parallel_size": tp}
     now = situation({"actor": actor}, f"{tp}x H100", shape=replace(SHAPE, intermediate=192 * 64))
     faults = [str(f) for f in check_run(now)]
@@ -198,7 +202,7 @@ def test_notes_are_not_faults() -> None:
 
 
 def test_dev_13_host_tensors_have_a_backend() -> None:
-    """cpu_offload beside CUDA roles: every CUDA group has gloo for host tensors, and that is said."""
+    """dev-13: cpu_offload beside CUDA roles: every CUDA group has gloo for host tensors, and that is said."""
     mapping = {
         "actor": {"device_mesh": [0]},
         "critic": {"device_mesh": [1], "fsdp_config": {"cpu_offload": True}},
@@ -255,6 +259,7 @@ def test_everything_at_once() -> None:
 
 
 def test_dev_17_two_ranks_on_one_gpu() -> None:
+    """dev-17: what the ranks saw, compared with each other and with the plan."""
     seen = [(0, "a", "GPU-1"), (1, "a", "GPU-2"), (2, "b", "GPU-1"), (3, "a", "GPU-1")]
     (fault,) = fingerprint_faults(seen)
     assert fault.where == "ranks 0, 3"

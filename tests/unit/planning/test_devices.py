@@ -34,7 +34,9 @@ def texts(mapping: dict[str, Any], world_size: int | None = None, **kwargs: Any)
 
 
 def test_dev_06_the_users_file_gives_ranks_of_their_own() -> None:
-    """actor [0,1], critic [2,3], reward on the host: ranks 0..3 on logical devices 0..3, nothing shared by accident."""
+    """dev-06: actor [0,1], critic [2,3], reward on the host: ranks 0..3 on logical devices 0..3, nothing shared by
+    accident.
+    """
     devices = build(SEED)
     assert devices.world_size == 4
     assert devices.check() == []
@@ -59,7 +61,7 @@ def test_an_empty_mapping_puts_every_role_everywhere() -> None:
 
 
 def test_dev_07_all_faults_of_one_mapping_in_one_pass() -> None:
-    """[0,0], [], [1,0,1] and roles that overlap without saying so: each named with role, position and value."""
+    """dev-07: [0,0], [], [1,0,1] and roles that overlap without saying so: each named with role, position and value."""
     found = texts(
         {
             "actor": {"device_mesh": [0, 0]},
@@ -79,6 +81,7 @@ def test_dev_07_all_faults_of_one_mapping_in_one_pass() -> None:
 
 
 def test_dev_07_overlap_needs_shares_with() -> None:
+    """dev-07: actor [0,1] and critic [1,2]."""
     mapping = {"actor": {"device_mesh": [0, 1]}, "critic": {"device_mesh": [1, 2]}}
     (fault,) = build(mapping).check()
     assert fault.found == "both use device 1"
@@ -104,7 +107,7 @@ def test_shares_with_that_cannot_hold(critic: dict[str, Any], expected: str) -> 
 
 
 def test_dev_16_more_or_fewer_ranks_than_the_map_needs() -> None:
-    """World 4 with a mapping for 6, and 4 with a mapping for 2: who asks for what, and which ranks are idle."""
+    """dev-16: world 4 with a mapping for 6, and 4 with a mapping for 2: who asks for what, and which ranks are idle."""
     six = {"actor": {"device_mesh": [0, 1, 2, 3]}, "critic": {"device_mesh": [4, 5]}}
     text = "\n".join(texts(six, world_size=4))
     assert "4 rank(s), the mapping needs 6 (actor devices 0, 1, 2, 3; critic devices 4, 5)" in text
@@ -119,7 +122,7 @@ def test_negative_positions_are_refused() -> None:
 
 
 def test_dev_18_generation_tensor_parallel_on_the_actors_devices() -> None:
-    """TP 2 on two shared devices works and uses both; TP 4 on 2 and TP 4 on 6 are refused with the numbers."""
+    """dev-18: TP 2 on two shared devices works and uses both; TP 4 on 2 and TP 4 on 6 are refused with the numbers."""
 
     def mapping(count: int, tp: int) -> dict[str, Any]:
         return {

@@ -28,6 +28,7 @@ MIGS = ["MIG-4c60d78c-eeee", "MIG-5d71e89d-ffff"]
     ],
 )
 def test_dev_01_forms(value: str | None, form: str, positions: tuple[int, ...]) -> None:
+    """dev-01: numbers, UUIDs, MIG names, one logical device each."""
     visible = parse_visible(value, GPUS + MIGS)
     assert (visible.form, visible.positions, visible.faults) == (form, positions, ())
 
@@ -74,6 +75,7 @@ GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-11112222-bbbb)
 
 
 def test_dev_01_a_mig_slice_has_the_memory_of_the_slice() -> None:
+    """dev-01: not of the whole GPU."""
     machine = machine_of(SMI, {"CUDA_VISIBLE_DEVICES": "MIG-5d71e89d-ffff"})
     (device,) = machine.devices
     assert (device.entry, device.mig, device.memory_bytes) == ("MIG-5d71e89d-ffff", True, 40 * GIB)
@@ -111,6 +113,7 @@ def test_this_machine_can_be_looked_at() -> None:
 
 
 def test_dev_14_a_taken_port_is_seen() -> None:
+    """dev-14: MASTER_PORT with a listener, and without."""
     import socket
 
     with socket.socket() as listener:

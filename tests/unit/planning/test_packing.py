@@ -86,6 +86,7 @@ def test_hard_token_cap(conformance: dict[str, dict]) -> None:
 
 
 def test_pack_14_overlong_sequences_are_named_and_nothing_is_cut() -> None:
+    """pack-14: capacity 3, lengths 4, 2, 3, 1."""
     with pytest.raises(LayoutError) as caught:
         pack([4, 2, 3, 1], 3)
     assert "sequence 0" in str(caught.value)
@@ -108,7 +109,7 @@ def test_all_faults_at_once() -> None:
 
 
 def test_pack_22_ranks_get_equally_many_bins() -> None:
-    """Rank 0 has five sequences of 95 tokens, rank 1 five of 20, cap 100: both run five micro-batches."""
+    """pack-22: rank 0 has five sequences of 95 tokens, rank 1 five of 20, cap 100: both run five micro-batches."""
     plans = equal_bins([pack([95] * 5, 100), pack([20] * 5, 100)])
     assert [len(p.bins) for p in plans] == [5, 5]
     assert [sum(1 for b in p.bins if not b) for p in plans] == [0, 4]

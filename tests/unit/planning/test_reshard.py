@@ -119,7 +119,7 @@ def test_order_is_fixed_by_name_rank_and_offset() -> None:
 
 
 def test_sync_14_bytes_are_known_before_a_run() -> None:
-    """Sent, received and copied bytes add up to what the destinations hold."""
+    """sync-14: sent, received and copied bytes add up to what the destinations hold."""
     rng = random.Random(11)
     plan = plan_reshard([random_request(rng, f"w{i}") for i in range(30)])
     held = sum(r.num_elements * t.element_bytes for t in plan.tensors for r in t.dst.regions(t.shape).values())

@@ -137,7 +137,7 @@ def test_cut_order_of_fsdp_over_tensor_parallel() -> None:
 
 
 def test_dev_10_key_and_value_heads_are_replicated_never_halved() -> None:
-    """32 heads, 4 KV heads of 128, tp 8: ranks 0 and 1 hold KV head 0, ranks 2 and 3 head 1, and so on."""
+    """dev-10: 32 heads, 4 KV heads of 128, tp 8: ranks 0 and 1 hold KV head 0, ranks 2 and 3 head 1, and so on."""
     shape = ModelShape(
         family="llama", hidden=4096, layers=1, heads=32, kv_heads=4, head_dim=128, intermediate=64, vocab=64
     )
