@@ -37,7 +37,6 @@ CHECKED_TOKENS = 256
 TILES = {
     "128x256 s4": Tile(stages=4),
     "128x256 s4 persistent": Tile(stages=4, persistent=True),
-    "128x256 w4 specialized": Tile(warps=4, specialize=True),
     "128x128 w4 s3": Tile(words=128, warps=4),
 }
 CUTS = {

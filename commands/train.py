@@ -29,6 +29,14 @@ def train(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the run folder.")] = False,
+    profile_steps: Annotated[
+        str | None,
+        typer.Option(
+            "--profile-steps",
+            metavar="N[,N]...",
+            help="Trace these training steps: files for Perfetto and pictures in profile/ of the run folder.",
+        ),
+    ] = None,
     nproc_per_node: Annotated[
         int, typer.Option(min=1, help="Processes on this node; more than one is started through torch's launcher.")
     ] = 1,
@@ -46,6 +54,8 @@ def train(
         words.append("run.resume=true")
         if run_folder(config) is not None:
             words.append(f"run.dir={json.dumps(config)}")
+    if profile_steps is not None:
+        words.append(f"run.profile_steps=[{profile_steps}]")
     if as_json and not dry_run:
         raise ConfigError("--json belongs to --dry-run")
     loaded = load_profile(config, words)

@@ -330,6 +330,8 @@ class Run(Section):
     """Further loggers beside metrics.jsonl."""
     plots: bool = True
     """Write PNG plots at the end."""
+    profile_steps: list[PositiveInt] = []
+    """Training steps to trace: profile/ gets a file for Perfetto and a picture of each; --profile-steps 3,5."""
     startup_checks: bool = True
     """Check packed = one by one and generator = trainer on a few tokens before the first step."""
     hang_timeout_seconds: PositiveFloat = 600.0

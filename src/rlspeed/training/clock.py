@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.profiler import record_function
+
+# ranges of a trace: phase/gen, phase/update_actor, ...; update/forward, update/backward, update/optimizer inside
+PHASE_RANGE, UPDATE_RANGE = "phase/", "update/"
 
 
 class Clock:
@@ -24,14 +28,15 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as `name`; the same name twice adds up."""
+        """Time the block as `name`; the same name twice adds up. A profiler sees it as the range phase/`name`."""
         outer, self.current = self.current, name
-        start = self._now()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
-            self.current = outer
+        with record_function(f"{PHASE_RANGE}{name}"):
+            start = self._now()
+            try:
+                yield
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+                self.current = outer
 
     def take(self) -> dict[str, float]:
         """Seconds since the last call, by phase."""

@@ -22,6 +22,7 @@ from rlspeed.training.loggers import METRICS_FILE, JsonLines, Loggers
 from rlspeed.training.metrics import StepMetrics
 from rlspeed.training.plots import write_plots
 from rlspeed.training.ppo_step import StepResult, ppo_step
+from rlspeed.training.profile import StepProfiler
 from rlspeed.training.roles import Trainable
 from rlspeed.training.setup import Setup, build, startup_checks
 from rlspeed.training.stop import StopFlag, StopRequested
@@ -65,6 +66,7 @@ class Job:
         resumed = self._resume()
         if world.is_main:
             rundir.write_text(self.dir / rundir.RESOLVED, loaded.dump())
+        self.profiler = StepProfiler(self.dir, self.profile.run.profile_steps, self.setup.total_steps, world)
         self.loggers = Loggers(
             self.dir,
             self.profile.run.loggers,
@@ -105,10 +107,12 @@ class Job:
         self.stop.agree()
         number = self.step + 1
         metrics = StepMetrics()
-        with self.clock.phase("step"):
+        with self.profiler.step(number), self.clock.phase("step"):
             result = ppo_step(self.setup.parts, number, self.setup.stream.batch(self.step), self.kl.coef, metrics)
         self._after_step(number, metrics, result)
         self._log(metrics)
+        for path in self.profiler.written:
+            self.display.note(f"profile: {path}")
         self._validate_if_due()
         if self.profile.run.save_every and number % self.profile.run.save_every == 0:
             self._save()

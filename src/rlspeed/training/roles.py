@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from rlspeed.config.schema import Profile
 from rlspeed.engine.attention import choose_attention
@@ -16,6 +17,7 @@ from rlspeed.engine.parallelize import checkpoint_blocks, compile_blocks, full_t
 from rlspeed.engine.precision import Precision
 from rlspeed.engine.world import World
 from rlspeed.models.build import PolicyModel, ValueModel, load_causal_lm
+from rlspeed.training.clock import UPDATE_RANGE
 from rlspeed.training.optim import MasterAdamW
 
 
@@ -52,9 +54,14 @@ class Trainable:
         if global_tokens == 0:
             return Updated(grad_norm=0.0, lr=lr, empty=True)
         for batch in batches:
-            # FSDP2 averages gradients over ranks; times the number of ranks makes it the sum
-            (loss_of(batch) * (self.world.size * self.optimizer.scale.value)).backward()
-        return Updated(grad_norm=self.optimizer.step(), lr=lr, empty=False)
+            with record_function(f"{UPDATE_RANGE}forward"):
+                # FSDP2 averages gradients over ranks; times the number of ranks makes it the sum
+                loss = loss_of(batch) * (self.world.size * self.optimizer.scale.value)
+            with record_function(f"{UPDATE_RANGE}backward"):
+                loss.backward()
+        with record_function(f"{UPDATE_RANGE}optimizer"):
+            grad_norm = self.optimizer.step()
+        return Updated(grad_norm=grad_norm, lr=lr, empty=False)
 
 
 class Actor(Trainable):

@@ -158,6 +158,13 @@ def test_resume_travels_to_the_launched_processes(
     assert handed == [(["runs/x", "run.resume=true", 'run.dir="runs/x"'], 2)]
 
 
+def test_profile_steps_are_a_list_of_steps(here: Path, handed: list[Any]) -> None:
+    assert run("quickstart", "--profile-steps", "3,5").exit_code == 0
+    assert run("quickstart", "--profile-steps", "2").exit_code == 0
+    assert [h.profile.run.profile_steps for h in handed] == [[3, 5], [2]]
+    assert "run.profile_steps" in refused("quickstart", "--profile-steps", "0")[0]
+
+
 @pytest.fixture
 def make_run(here: Path) -> Callable[[str], None]:
     """A run folder as the loop leaves it."""
