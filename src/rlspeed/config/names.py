@@ -155,6 +155,25 @@ FOREIGN = {
     "num_processes": "give the option --nproc-per-node",
     "nnodes": "start on several nodes through torchrun",
     "gradient_accumulation_steps": "leave it out: packing.capacity cuts a step into bins",
+    **dict.fromkeys(
+        (
+            "lora",
+            "lora.rank",
+            "lora.r",
+            "lora_rank",
+            "lora_alpha",
+            "peft",
+            "peft_config",
+            "use_peft",
+            "target_modules",
+            "qlora",
+        ),
+        "leave it out: adapters are not offered, all weights train",
+    ),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization_config", "fp8", "quantization"),
+        "leave it out: quantised weights are not offered",
+    ),
     "micro_train_batch_size": "packing.micro_batch_size",
     "micro_rollout_batch_size": "packing.micro_batch_size",
 }

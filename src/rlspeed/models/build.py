@@ -19,6 +19,8 @@ from rlspeed.models.attention_hook import PACKED_ATTENTION, packed_attention_kwa
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 QUICKSTART = "quickstart"
+# transformers would load it into the model where peft is installed, and leave it out where it is not
+ADAPTER_FILE = "adapter_config.json"
 
 
 def resolve_model_path(path: str) -> str:
@@ -34,7 +36,8 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
     """The transformers config of a model whose layers rlspeed knows how to pack.
 
     Raises:
-        ConfigError: nothing loadable at `path`, or an architecture whose layers do not take sequence boundaries.
+        ConfigError: nothing loadable at `path`, an architecture whose layers do not take sequence boundaries,
+            quantised weights, or an adapter.
     """
     from transformers import AutoConfig
 
@@ -50,8 +53,17 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
                 fix="check the path; without network a hub name must be in the local cache",
             )
         ) from error
+    faults = _cannot_train(path, real, config)
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def _cannot_train(path: str, folder: str, config: Any) -> list[Fault]:
+    """What a model directory holds beside weights of a known architecture that all train."""
+    faults = []
     if config.model_type not in SUPPORTED:
-        raise ConfigError(
+        faults.append(
             Fault(
                 where="model.path",
                 found=f"{path!r} is a {config.model_type!r} model",
@@ -59,7 +71,27 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> Any:
                 fix="its layers are not known to keep packed sequences apart; take one of the allowed families",
             )
         )
-    return config
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        faults.append(
+            Fault(
+                where="model.path",
+                found=f"{path!r} holds weights quantised by {method or 'some method'}",
+                allowed="bf16, fp16 or fp32 weights",
+                fix="quantised weights cannot be trained or sent; take the checkpoint that it was made from",
+            )
+        )
+    if (Path(folder) / ADAPTER_FILE).is_file():
+        faults.append(
+            Fault(
+                where="model.path",
+                found=f"{path!r} holds an adapter ({ADAPTER_FILE})",
+                allowed="a whole model",
+                fix="adapters are not offered, all weights train; merge it into its base model first",
+            )
+        )
+    return faults
 
 
 def load_causal_lm(path: str, *, dtype: torch.dtype, attention: str, trust_remote_code: bool = False) -> Any:

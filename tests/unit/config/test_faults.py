@@ -233,6 +233,24 @@ def test_the_table_of_foreign_names_is_about_keys_that_exist() -> None:
         assert theirs not in known, theirs
 
 
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("model.lora_rank", "adapters are not offered"),
+        ("actor_rollout_ref.model.lora_rank", "adapters are not offered"),
+        ("model.peft_config", "adapters are not offered"),
+        ("lora.rank", "adapters are not offered"),
+        ("model.load_in_4bit", "quantised weights are not offered"),
+        ("rollout.quantization", "quantised weights are not offered"),
+    ],
+)
+def test_adapters_and_quantised_weights_are_refused(fault_of: FaultOf, key: str, words: str) -> None:
+    """sync-08, sync-09, sync-13: nothing that would need merging, or scales, can be asked for."""
+    fault = fault_of(key, "packed", *NEEDED, f"{key}=8")
+    assert "unknown key" in fault.found
+    assert words in fault.fix
+
+
 def test_unknown_sections_are_told_key_by_key(faults: Faults) -> None:
     words = ["trainer.total_epochs=3", "trainer.n_gpus_per_node=8", "trainer.what_is_this=1"]
     found = {f.found: f.fix for f in faults("packed", *NEEDED, *words)}
