@@ -3,5 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
+# helpers that several folders share are imported as tests.NAME
+sys.path.append(str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")

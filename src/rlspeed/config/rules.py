@@ -136,6 +136,20 @@ def loggers_are_installed(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
             yield _fault(loaded, "run.loggers", f"{name} is not installed", fix=f"pip install 'rlspeed[{name}]'")
 
 
+def optimizers_can_run(loaded: LoadedProfile, world_size: int) -> Iterator[Fault]:
+    """The library of a kind is installed; kinds that keep no cut state run on one rank."""
+    optim = loaded.profile.optim
+    critic = {"critic": optim.critic} if loaded.profile.algorithm.kind == "ppo" else {}
+    for role, chosen in {"actor": optim.actor, **critic}.items():
+        key = f"optim.{role}.kind"
+        if chosen.kind == "adamw8bit" and importlib.util.find_spec("torchao") is None:
+            fix = f"pip install 'rlspeed[eightbit]', or {key}=adamw"
+            yield _fault(loaded, key, "adamw8bit, and torchao is not installed", fix=fix)
+        if chosen.kind != "adamw" and world_size > 1:
+            found = f"{chosen.kind} on {world_size} ranks, which this version cannot do yet"
+            yield _fault(loaded, key, found, "adamw, or one rank", f"set {key}=adamw: each rank keeps its share of it")
+
+
 def every_key_has_an_effect(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     """A key that the user set and that this run would not look at."""
     for applies, keys, need in _without_effect(loaded.profile):
@@ -244,6 +258,7 @@ RULES = (
     training_samples,
     resume_has_a_folder,
     loggers_are_installed,
+    optimizers_can_run,
     every_key_has_an_effect,
     cannot_be_done_yet,
 )

@@ -261,8 +261,10 @@ class Reward(Section):
 
 
 class Optimizer(Section):
-    """AdamW of one model."""
+    """AdamW of one model, always on fp32 weights."""
 
+    kind: Literal["adamw", "adamw8bit", "adamw_offload"] = "adamw"
+    """adamw8bit: moments in 8 bits (needs torchao); adamw_offload: fp32 weights and moments in host memory."""
     lr: PositiveFloat = 1e-6
     """Learning rate after warm-up."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.999)

@@ -69,7 +69,7 @@ class PackedBatch:
 
     @cached_property
     def _response_index(self) -> torch.Tensor:
-        # found once: the host waits for a GPU to count them
+        # found once, on the host when the batch was made there: the host would wait for a GPU to count them
         return self.loss_mask.nonzero(as_tuple=True)[0]
 
     @cached_property
@@ -89,8 +89,8 @@ class PackedBatch:
         return self.streams[name][self._response_index]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch on another device."""
-        return PackedBatch(
+        """The same batch on another device, its indices too: whoever computes with it there waits for nothing."""
+        moved = PackedBatch(
             input_ids=self.input_ids.to(device, non_blocking=True),
             positions=self.positions.to(device, non_blocking=True),
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
@@ -100,6 +100,9 @@ class PackedBatch:
             lengths=self.lengths,
             streams={k: v.to(device, non_blocking=True) for k, v in self.streams.items()},
         )
+        vars(moved)["_response_index"] = self._response_index.to(device, non_blocking=True)
+        vars(moved)["_segment_ids"] = self._segment_ids.to(device, non_blocking=True)
+        return moved
 
 
 def pack_sequences(

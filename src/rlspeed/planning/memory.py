@@ -47,6 +47,8 @@ class RunSize:
     epochs: int = 1
     reuses_generation: bool = True
     vllm_share: float | None = None
+    actor_optimizer: str = "adamw"
+    critic_optimizer: str = "adamw"
 
     @property
     def prompt_tokens(self) -> int:
@@ -78,6 +80,8 @@ def run_size(profile: Profile, *, element_bytes: int, vllm: bool) -> RunSize:
         epochs=algorithm.epochs,
         reuses_generation=single,
         vllm_share=float(share) if isinstance(share, (int, float)) else None,
+        actor_optimizer=profile.optim.actor.kind,
+        critic_optimizer=profile.optim.critic.kind,
     )
 
 
@@ -176,6 +180,15 @@ def head_bytes(shape: ModelShape, size: RunSize, *, tp: int = 1, sp: int = 1, tr
     return rows * words * (4 + e) + several + tokens * shape.hidden * (4 + e)
 
 
+def optimizer_bytes(kind: str, element_bytes: int) -> float:
+    """Bytes on the device for each parameter: its master, unless fp32 weights are their own, and Adam's two moments.
+
+    In 8 bits a block of 256 has one fp32 scale beside it; on the host nothing is left.
+    """
+    masters = 4 if element_bytes < 4 else 0
+    return {"adamw": masters + 8.0, "adamw8bit": masters + 2 * (1 + 4 / 256), "adamw_offload": 0.0}[kind]
+
+
 def state_shards(role: Role, place: Placement) -> int:
     """Over how many devices a role's weights are cut; each rank scores its own answers with a whole reward model."""
     return 1 if role is Role.REWARD else place.dp_shard * place.tp
@@ -208,8 +221,8 @@ def _at_rest(
     weights = 0 if place.host_params or (place.rests_on_host and idle) else size.element_bytes * share
     optimizer = 0
     if role in (Role.ACTOR, Role.CRITIC) and not place.host_params:
-        # fp32 weights are their own master; Adam's two moments are always fp32
-        optimizer = (12 if size.element_bytes < 4 else 8) * share
+        kind = size.actor_optimizer if role is Role.ACTOR else size.critic_optimizer
+        optimizer = int(optimizer_bytes(kind, size.element_bytes) * share)
         if role is Role.ACTOR and phase == "generation" and size.lightweight:
             optimizer = 0  # freed or on the host meanwhile
     return Memory(phase=phase, weights=weights, optimizer=optimizer)

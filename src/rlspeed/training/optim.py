@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rlspeed.config.schema import Optimizer as OptimizerConfig
 from rlspeed.engine.parallelize import grad_norm
+from rlspeed.training.optim_kinds import INNERS, Inner
 
 
 def lr_factor(step: int, cfg: OptimizerConfig, total_steps: int) -> float:
@@ -28,18 +28,22 @@ def lr_factor(step: int, cfg: OptimizerConfig, total_steps: int) -> float:
 
 
 class MasterAdamW:
-    """AdamW whose moments and weights are fp32, whatever the precision of the model's parameters.
+    """AdamW whose weights are fp32, whatever the precision of the model's parameters.
 
     For fp32 parameters the parameter is its own master. For bf16 and fp16 each parameter has an fp32 master; every
     micro-batch's gradient is added to an fp32 sum the moment it is complete (and freed), the update happens on the
     master, and the rounded result is written into the parameter in place, so views of it (a generator's) see the new
-    weights.
+    weights. Where the moments are and in which precision is cfg.kind's matter (`optim_kinds.py`).
 
     Norms, biases and other vectors take no weight decay.
     """
 
     def __init__(self, model: nn.Module, cfg: OptimizerConfig, *, total_steps: int, loss_scaling: bool = False) -> None:
-        """total_steps: optimizer steps of the run, for the schedule. loss_scaling: for fp16, see `LossScale`."""
+        """total_steps: optimizer steps of the run, for the schedule. loss_scaling: for fp16, see `LossScale`.
+
+        Raises:
+            ConfigError: the library of cfg.kind cannot be imported.
+        """
         self.cfg = cfg
         self.scale = LossScale(65536.0 if loss_scaling else 1.0, dynamic=loss_scaling)
         self.total_steps = total_steps
@@ -47,21 +51,18 @@ class MasterAdamW:
         self.names = [n for n, p in model.named_parameters() if p.requires_grad]
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.masters: list[nn.Parameter] = []
+        # what holds the sum of a parameter's gradients: its master, or in its place what stays on the device
+        self.sums: list[Any] = []
+        on_host = cfg.kind == "adamw_offload"
         for param in self.params:
-            if param.dtype == torch.float32:
-                self.masters.append(param)
-                continue
-            master = nn.Parameter(param.detach().float().clone())
-            param.register_post_accumulate_grad_hook(_collector(master, self.scale))
+            whole = param.dtype == torch.float32
+            master = param if whole and not on_host else nn.Parameter(_master_of(param, on_host))
+            held: Any = param if whole else GradSum() if on_host else master
+            if not whole:
+                param.register_post_accumulate_grad_hook(_collector(held, self.scale))
             self.masters.append(master)
-        # one group for each weight decay and kind of tensor: torch's batched kernels take no mixture of kinds
-        kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-        for master in self.masters:
-            kinds.setdefault((master.ndim >= 2, isinstance(master, DTensor)), []).append(master)
-        groups = [{"params": p, "weight_decay": cfg.weight_decay if k[0] else 0.0} for k, p in sorted(kinds.items())]
-        # the fused kernel takes plain tensors; sharded ones go through the foreach path
-        plain_tensors = not any(isinstance(m, DTensor) for m in self.masters)
-        self.inner = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=plain_tensors or None)
+            self.sums.append(held)
+        self.inner: Inner = INNERS[cfg.kind](self.masters, self.sums, cfg)
 
     @property
     def lr(self) -> float:
@@ -70,7 +71,7 @@ class MasterAdamW:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        for param in (*self.params, *self.masters):
+        for param in (*self.params, *self.masters, *self.sums):
             param.grad = None
 
     def step(self) -> float:
@@ -79,27 +80,31 @@ class MasterAdamW:
         A norm that is not finite leaves weights and moments untouched (the caller reports it) and halves the loss
         scale.
         """
-        norm = float(grad_norm(self.masters))
-        if not math.isfinite(norm):
-            self.zero_grad()
-            self.scale.shrink()
-            return norm
-        self.scale.grow()
-        limit = self.cfg.max_grad_norm
-        if limit is not None and norm > limit:
-            for master in self.masters:
-                if master.grad is not None:
-                    master.grad.mul_(limit / (norm + 1e-6))
-        for group in self.inner.param_groups:
-            group["lr"] = self.lr
-        self.inner.step()
-        self.steps_done += 1
-        with torch.no_grad():
-            for param, master in zip(self.params, self.masters):
-                if param is not master:
-                    param.copy_(master)
+        return self.finish(self.launch())
+
+    def launch(self) -> torch.Tensor:
+        """Everything of `step` that the device does, and the norm as it will be there (0-d fp32).
+
+        With kind adamw the host waits for nothing. `finish` must follow before the next step.
+        """
+        norm = grad_norm(self.sums)
+        if self.inner.step(norm, self.lr):
+            with torch.no_grad():
+                for param, master in zip(self.params, self.masters):
+                    if param is not master:
+                        param.copy_(master)
         self.zero_grad()
         return norm
+
+    def finish(self, norm: torch.Tensor) -> float:
+        """Read the norm, the one moment at which the host waits, and count the step when it was finite."""
+        value = float(norm)
+        if math.isfinite(value):
+            self.scale.grow()
+            self.steps_done += 1
+        else:
+            self.scale.shrink()
+        return value
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Moments, step counts and masters by parameter name, for a checkpoint; moments that do not exist yet are made.
@@ -107,22 +112,26 @@ class MasterAdamW:
         The tensors are the live ones: loading writes into them in place.
         """
         out: dict[str, torch.Tensor] = {}
-        for name, param, master in zip(self.names, self.params, self.masters):
-            state = self.inner.state[master]
-            if not state:
-                state["step"] = torch.zeros(
-                    (), dtype=torch.float32, device=master.device if _fused(self.inner) else "cpu"
-                )
-                state["exp_avg"] = torch.zeros_like(master)
-                state["exp_avg_sq"] = torch.zeros_like(master)
-            out.update({f"{name}.{key}": state[key] for key in ("step", "exp_avg", "exp_avg_sq")})
+        for name, param, master, state in zip(self.names, self.params, self.masters, self.inner.states()):
+            out.update({f"{name}.{key}": tensor for key, tensor in state.items()})
             if param is not master:
                 out[f"{name}.master"] = master.detach()
         return out
 
 
-def _fused(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(optimizer.param_groups[0].get("fused"))
+class GradSum:
+    """Holds the fp32 sum of one parameter's gradients."""
+
+    __slots__ = ("grad",)
+
+    def __init__(self) -> None:
+        self.grad: torch.Tensor | None = None
+
+
+def _master_of(param: nn.Parameter, on_host: bool) -> torch.Tensor:
+    """An fp32 copy; in pinned host memory where a device is to read it."""
+    master = param.detach().to(device="cpu" if on_host else None, dtype=torch.float32, copy=True)
+    return master.pin_memory() if on_host and param.device.type == "cuda" else master
 
 
 class LossScale:
@@ -148,8 +157,8 @@ class LossScale:
             self.value *= 2.0
 
 
-def _collector(master: nn.Parameter, scale: LossScale) -> Any:
-    """A hook that moves a finished low-precision gradient into the master's fp32 sum."""
+def _collector(master: Any, scale: LossScale) -> Any:
+    """A hook that moves a finished low-precision gradient into the fp32 sum of `master`, a parameter or a GradSum."""
 
     def collect(param: torch.Tensor) -> None:
         if param.grad is None:

@@ -108,6 +108,21 @@ def test_loggers_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fault.fix == "pip install 'rlspeed[wandb]'"
 
 
+def test_optimizers_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing library and kinds for one rank; the critic's only where there is one."""
+    words = ("optim.actor.kind=adamw8bit", "optim.critic.kind=adamw8bit")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    faults = found(*words)
+    assert [f.fix for f in faults] == [
+        f"pip install 'rlspeed[eightbit]', or optim.{role}.kind=adamw" for role in ("actor", "critic")
+    ]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert found(*words) == []
+    loaded = load_profile("quickstart", ["optim.actor.kind=adamw_offload"])
+    (fault,) = [f for f in check(loaded, 2) if "kind" in f.found]
+    assert "optim.actor.kind: adamw_offload on 2 ranks" in fault.found
+
+
 @pytest.mark.parametrize(
     ("words", "without_effect"),
     [

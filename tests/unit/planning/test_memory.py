@@ -14,7 +14,14 @@ from rlspeed.planning.devices import DeviceMap, Role, build_device_map
 from rlspeed.planning.fit import forecast, memory_faults
 from rlspeed.planning.floor import floor_times, transition_floor
 from rlspeed.planning.machine import DEVICE_KINDS, GIB, Machine, assume
-from rlspeed.planning.memory import RunSize, activation_bytes, layer_activation_bytes, predict_memory, run_size
+from rlspeed.planning.memory import (
+    RunSize,
+    activation_bytes,
+    layer_activation_bytes,
+    optimizer_bytes,
+    predict_memory,
+    run_size,
+)
 from rlspeed.planning.shape import ModelShape
 from rlspeed.planning.transition import Mesh, interval_generation, received_bytes
 
@@ -113,6 +120,18 @@ def test_states_of_one_gpu() -> None:
     assert phases["generation"].weights == 2 * params  # the generator reads the actor's
     assert phases["generation"].kv_cache == 256 * 1536 * QWEN_1_5B.kv_elements_per_token * 2
     assert phases["transition"].buffers == 0
+
+
+def test_optimizer_kinds_take_what_they_keep_on_the_device() -> None:
+    """Masters of 4 bytes and moments of 8 or, in 8 bits, 2 and a scale for 256; on the host nothing is left."""
+    params = QWEN_1_5B.num_params
+    for kind, each in (("adamw", 12), ("adamw8bit", 6 + 1 / 32), ("adamw_offload", 0)):
+        devices = device_map(1, GRPO)
+        size = replace(SIZE, actor_optimizer=kind)
+        phases = predict_memory(devices, dict.fromkeys(GRPO, QWEN_1_5B), size, 0)
+        update = next(m for m in phases if m.phase == "update actor")
+        assert update.optimizer == int(each * params)
+    assert optimizer_bytes("adamw8bit", 4) == 2 + 1 / 32
 
 
 def test_sharding_divides_the_states_and_gathers_blocks() -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from rlspeed.config.schema import Optimizer
+from rlspeed.engine.world import World
+from rlspeed.errors import ConfigError
+from rlspeed.training import checkpoint
 from rlspeed.training.optim import LossScale, MasterAdamW, lr_factor
+from rlspeed.training.roles import Trainable
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -52,9 +60,8 @@ def test_clip_uses_the_norm_of_all_gradients() -> None:
     optimizer = MasterAdamW(model, Optimizer(lr=1.0, max_grad_norm=1.0), total_steps=1)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
     assert optimizer.step() == pytest.approx(5.0)
-    state = optimizer.inner.state[model.weight]
     # first moment = (1 - beta1) * clipped gradient, and the clipped gradient has norm 1
-    assert float(state["exp_avg"].norm()) == pytest.approx(0.1, rel=1e-4)
+    assert float(optimizer.state_tensors()["weight.exp_avg"].norm()) == pytest.approx(0.1, rel=1e-4)
 
 
 def test_small_updates_survive_in_bf16() -> None:
@@ -106,6 +113,102 @@ def test_fp16_gradients_are_scaled_and_unscaled() -> None:
     x = torch.ones(1, 1, dtype=torch.float16)
     (model(x).float().sum() * 1e-8 * optimizer.scale.value).backward()
     assert float(optimizer.masters[0].grad) == pytest.approx(1e-8, rel=1e-2)
+
+
+@contextmanager
+def _without_compiling() -> Iterator[None]:
+    """torchao compiles its kernel; run as it is written it computes the same in no time."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _kind(kind: str) -> str:
+    if kind == "adamw8bit":
+        pytest.importorskip("torchao")
+    return kind
+
+
+def _wide(dtype: torch.dtype) -> nn.Sequential:
+    """The first matrix is large enough for moments in 8 bits."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 1024), nn.Tanh(), nn.Linear(1024, 1)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["adamw_offload", "adamw8bit"])
+def test_kinds_follow_adamw(kind: str, dtype: torch.dtype) -> None:
+    """The same masters from the same gradients: exactly on the host, within a tenth of the way in 8 bits."""
+    runs = []
+    with _without_compiling():
+        for chosen in ("adamw", _kind(kind)):
+            model = _wide(dtype)
+            cfg = Optimizer(kind=chosen, lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+            optimizer = MasterAdamW(model, cfg, total_steps=20)
+            start = [m.detach().clone() for m in optimizer.masters]
+            torch.manual_seed(7)
+            for _ in range(5):
+                optimizer.zero_grad()
+                for param in model.parameters():
+                    param.backward(torch.randn_like(param))
+                optimizer.step()
+            assert all(torch.equal(p, m.to(dtype)) for p, m in zip(model.parameters(), optimizer.masters))
+            assert all(m.dtype == torch.float32 for m in optimizer.masters)
+            runs.append([m.detach() - s for m, s in zip(optimizer.masters, start)])
+    for mine, plain in zip(*reversed(runs)):
+        error = (mine - plain).norm() / plain.norm()
+        assert error < (1e-6 if kind == "adamw_offload" else 0.1)
+
+
+@pytest.mark.parametrize("kind", ["adamw_offload", "adamw8bit"])
+def test_kinds_skip_a_gradient_that_is_not_finite(kind: str) -> None:
+    model = _wide(torch.bfloat16)
+    optimizer = MasterAdamW(model, Optimizer(kind=_kind(kind), lr=1e-2), total_steps=9)
+    with _without_compiling():
+        _steps_bf16(model, optimizer, 1)
+        before = {n: t.clone() for n, t in optimizer.state_tensors().items()}
+        next(model.parameters()).backward(torch.full((1024, 6), math.inf, dtype=torch.bfloat16))
+        assert math.isinf(optimizer.step())
+    assert optimizer.steps_done == 1
+    assert all(torch.equal(t, before[n]) for n, t in optimizer.state_tensors().items())
+
+
+@pytest.mark.parametrize("kind", ["adamw_offload", "adamw8bit"])
+def test_kinds_go_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Written after three steps, read by a new optimizer without moments: the next two steps give the same bits."""
+    cfg = Optimizer(kind=_kind(kind), lr=1e-2)
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
+    a, b = _wide(torch.bfloat16), _wide(torch.bfloat16)
+    first, second = MasterAdamW(a, cfg, total_steps=9), MasterAdamW(b, cfg, total_steps=9)
+    with _without_compiling():
+        _steps_bf16(a, first, 3)
+        progress = checkpoint.Progress(
+            step=3, kl_coef=0.0, optimizer_steps={"actor": 3}, policy_version=3, total_tokens=1
+        )
+        folder = checkpoint.save(tmp_path, world, {"actor": Trainable(a, first, world)}, progress, keep=1)
+        checkpoint.load(folder, world, {"actor": Trainable(b, second, world)})
+        if kind == "adamw8bit":
+            names = set(second.state_tensors())
+            assert {"0.weight.exp_avg.codes", "0.weight.exp_avg_sq.scale", "2.bias.exp_avg"} <= names
+        assert second.steps_done == 3
+        _steps_bf16(a, first, 2)
+        _steps_bf16(b, second, 2)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(first.masters, second.masters))
+
+
+def _steps_bf16(model: nn.Module, optimizer: MasterAdamW, count: int) -> None:
+    for i in range(count):
+        torch.manual_seed(i)
+        for param in model.parameters():
+            param.backward(torch.randn_like(param))
+        optimizer.step()
+
+
+def test_eight_bits_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError, match=r"pip install torchao, or take optim\.\*\.kind=adamw"):
+        MasterAdamW(_model(), Optimizer(kind="adamw8bit"), total_steps=1)
 
 
 def test_loss_scale_moves() -> None:
