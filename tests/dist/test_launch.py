@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -29,10 +30,12 @@ class Started:
 
     def __init__(self, words: Sequence[str], folder: Path) -> None:
         self.log = folder.with_suffix(".log")
+        named = {word.partition("=")[0] for word in words}
+        small = [word for word in SMALL if word.partition("=")[0] not in named]
         kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *words, *SMALL, f"run.dir={folder}"],
+            [sys.executable, "-m", *words, *small, f"run.dir={folder}"],
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             env=kept | {"OMP_NUM_THREADS": "1"},
@@ -132,6 +135,40 @@ def test_sigterm_to_the_launcher_saves_and_leaves_with_0(start) -> None:
     assert "stopped on request" in run.text()
     assert "Traceback" not in run.text()
     assert list((run.folder / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize("moment", ["validation", "training"])
+def test_one_rank_that_is_asked_stops_all(start, moment: str, tmp_path: Path) -> None:
+    """life-09: SIGTERM to rank 1 alone, before any step and inside one: all ranks leave together, with one complete
+    checkpoint of the last finished step; the exit code is 0 by declaration, and the last words say that it was a stop.
+    """
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import os, pathlib, time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'rank' + os.environ['RANK']).write_text(str(os.getpid()))\n"
+        "    time.sleep(0.05)\n"
+        "    return float(len(solution_str) % 2)\n"
+    )
+    words = [f"reward.functions=[{{path: '{reward}:compute_score'}}]", "run.steps=100000"]
+    words += ["data.val_files=quickstart:val", "data.max_val_samples=8"] if moment == "validation" else []
+    asked = tmp_path / "rank1"
+    run = start("run", *OURS, *words)
+    run.until(lambda: asked.exists() and asked.read_text(), "first reward on rank 1")
+    if moment == "training":
+        run.until(lambda: run.steps() >= 1, "first step")
+    ranks = children(run.process.pid)
+    os.kill(int(asked.read_text()), signal.SIGTERM)
+    assert run.process.wait(60) == 0, run.text()
+    assert not any(map(alive, ranks))
+    assert "stopped on request after step" in run.text()
+    assert "Traceback" not in run.text()
+    (saved,) = (run.folder / "checkpoints").glob("step_*")
+    assert (saved / "manifest.json").exists()
+    state = json.loads((saved / "state.json").read_text())
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    assert state["step"] == (json.loads(lines[-1])["step"] if lines else 0)
+    assert (state["step"] >= 1) == (moment == "training")
 
 
 def test_life_17_the_first_error_is_shown_and_ends_all_ranks(start, tmp_path: Path) -> None:

@@ -157,6 +157,24 @@ def tied_step(rank: int, mesh: DeviceMesh, folder: str) -> dict[str, Any]:
     return out
 
 
+def same_answers(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """num-22: every rank of a tensor parallel group draws for itself, from a random state of its own."""
+    module = tiny_module("policy", "llama", tied=True)
+    alone = tiny_module("policy", "llama", tied=True).causal_lm
+    spread(module, mesh)
+    gathered = {name: full_tensor(p.detach()) for name, p in live_weights(module).items()}
+    torch.manual_seed(1000 + rank)
+    torch.rand(rank + 1)
+    prompts = [Prompt(prompt_id=i, sample_id=0, token_ids=(3, 4, 5 + i), seed=7 + i) for i in range(3)]
+    out: dict[str, Any] = {}
+    for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+        sampling = SamplingParams(max_new_tokens=20, temperature=temperature)
+        for whose, source in (("group", lambda: gathered), ("one", None)):
+            generator = BuiltinGenerator(alone, max_concurrent=2, max_length=32, weights=source)
+            out[f"{name} {whose}"] = [r.response_ids for r in generator.generate(prompts, sampling)]
+    return out
+
+
 def meta_start(rank: int, mesh: DeviceMesh, *, kind: str, aligned: bool) -> dict[str, Any]:
     """sync-02: a tied model built on meta everywhere, read on rank 0 alone."""
     expected = tiny_module(kind, "qwen2", tied=True)
@@ -235,6 +253,7 @@ def all_cases(rank: int, folder: str) -> dict[str, Any]:
     else:
         found["num-14"] = empty_slice(rank, sp2)
     found["num-20"] = norm_over_meshes(rank, dp2_tp2)
+    found["num-22"] = same_answers(rank, dp2_tp2)
     found["sync-01"] = tied_step(rank, dp2_tp2, folder)
     for kind, aligned in (("policy", False), ("policy", True), ("value", True)):
         found[f"sync-02 {kind} {aligned}"] = meta_start(rank, dp2_tp2, kind=kind, aligned=aligned)
@@ -276,6 +295,17 @@ def test_num_20_gradients_on_different_meshes_count_once(results: list[dict[str,
     """
     for found in results:
         assert found["num-20"]["norm"] == pytest.approx(found["num-20"]["expected"], rel=1e-6)
+
+
+def test_num_22_ranks_of_a_group_draw_the_same_tokens(results: list[dict[str, Any]]) -> None:
+    """num-22: 20 tokens at temperature 1 on tp 2, and greedy ones: the same on all ranks, and as on one device."""
+    first = results[0]["num-22"]
+    assert {len(ids) for ids in first["sampled one"]} == {20}
+    assert first["sampled one"] != first["greedy one"]
+    for found in results:
+        assert found["num-22"] == first
+    assert first["sampled group"] == first["sampled one"]
+    assert first["greedy group"] == first["greedy one"]
 
 
 def test_sync_01_tied_weights_stay_tied(results: list[dict[str, Any]]) -> None:

@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
-# two data-parallel cuts, a critic, a moving KL coefficient: everything that has a state
+from rlspeed.config.load import load_profile
+from rlspeed.training.optim import lr_factor
+
+# two data-parallel cuts, a critic that learns alone for two steps, a moving KL coefficient: everything with a state
 WORDS = (
     *("quickstart", "run.steps=5", "run.save_every=2", "run.validate_every=2", "run.plots=false"),
     *("data.batch_size=8", "data.max_val_samples=8", "rollout.n=2", "algorithm.mini_batch_size=4"),
-    *("algorithm.kl.controller=adaptive", "algorithm.kl.horizon=100", "optim.actor.schedule=cosine"),
+    *("algorithm.kl.controller=adaptive", "algorithm.kl.horizon=100", "algorithm.critic_warmup_steps=2"),
+    *("optim.actor.schedule=cosine", "optim.actor.min_lr_ratio=0.1", "optim.critic.schedule=linear"),
 )
 
 
@@ -75,6 +79,20 @@ def writing(folder: Path) -> bool:
     return any((folder / "checkpoints").glob(".writing-*"))
 
 
+def test_each_model_has_the_declared_course(whole: Path) -> None:
+    """life-18: the actor's begins when it begins to learn, and both end with the run."""
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    trained = {row["step"]: row for row in rows if "critic/lr" in row}
+    assert list(trained) == [1, 2, 3, 4, 5]
+    profile = load_profile(str(whole)).profile
+    per_step = 2 * profile.algorithm.epochs  # mini-batches of 4 of 8 prompts
+    for role, cfg, steps in (("actor", profile.optim.actor, (3, 4, 5)), ("critic", profile.optim.critic, range(1, 6))):
+        updates = len(steps) * per_step
+        rates = [cfg.lr * lr_factor(i, cfg, updates) for i in range(updates)]
+        means = {s: sum(rates[i * per_step : (i + 1) * per_step]) / per_step for i, s in enumerate(steps)}
+        assert {s: row[f"{role}/lr"] for s, row in trained.items() if f"{role}/lr" in row} == pytest.approx(means), role
+
+
 @pytest.mark.parametrize(
     "moment",
     [
@@ -85,7 +103,7 @@ def writing(folder: Path) -> bool:
     ],
 )
 def test_kill_and_resume(whole: Path, tmp_path: Path, moment: Callable[[Path], bool]) -> None:
-    """life-01, life-04, life-06: kill -9, then --resume."""
+    """life-01, life-04, life-06, life-18: kill -9, then --resume; also across the end of the critic's warm-up."""
     folder = tmp_path / "run"
     assert interrupt(folder, moment, signal.SIGKILL) == -signal.SIGKILL
     finish(start(folder, "--resume"))

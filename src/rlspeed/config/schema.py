@@ -150,7 +150,7 @@ class Rollout(Section):
     correction_lower: NonNegativeFloat = 0.5
     """Lower end of the band of the mask corrections."""
     parity_tolerance: PositiveFloat = 0.05
-    """Largest mean |log-prob difference| between generator and trainer that start-up accepts."""
+    """Largest mean |log-prob difference| between generator and trainer that start-up and each step accept."""
 
 
 class KL(Section):

@@ -1,8 +1,10 @@
-"""The laws that a run must pass before its first step: packed = one by one, no leak, generator = trainer."""
+"""The laws that a run must pass before its first step (packed = one by one, no leak, generator = trainer), and after
+each one (generator = trainer).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -96,6 +98,29 @@ def check_generator(
             )
         )
     return gap
+
+
+def check_gap(values: Mapping[str, float], step: int, limit: float) -> None:
+    """After each step: the answers it learned from were sampled from the trainer's weights.
+
+    values: the reduced metrics of the step, the same on all ranks, so that all stop.
+
+    Raises:
+        RunError: the mean log-prob difference of the step's answers is above `limit`, or is no number.
+    """
+    gap = values.get("rollout_corr/logprob_diff_mean")
+    if gap is None or gap <= limit:
+        return
+    sent = "start" if step == 1 else f"update_weights of step {step - 1}"
+    raise RunError(
+        Fault(
+            where=f"step {step}, phase gen",
+            found=f"generator and trainer log-probs of the same tokens differ by {gap:.3f} on average",
+            allowed=f"at most {limit:g} (rollout.parity_tolerance)",
+            fix=f"the generator did not get the trainer's weights in phase {sent}, or rounds too much; "
+            "the last checkpoint is from before this step",
+        )
+    )
 
 
 def _logprobs(actor: Actor, sequences: Sequence[Sequence[int]], world: World) -> torch.Tensor:

@@ -15,6 +15,7 @@ from rlspeed.algorithms.kl import AdaptiveKL
 from rlspeed.config.load import LoadedProfile
 from rlspeed.engine.world import World, start_world
 from rlspeed.training import checkpoint, rundir
+from rlspeed.training.checks import check_gap
 from rlspeed.training.clock import Clock
 from rlspeed.training.display import Display
 from rlspeed.training.export import export_hf
@@ -110,7 +111,7 @@ class Job:
         with self.profiler.step(number), self.clock.phase("step"):
             result = ppo_step(self.setup.parts, number, self.setup.stream.batch(self.step), self.kl.coef, metrics)
         self._after_step(number, metrics, result)
-        self._log(metrics)
+        check_gap(self._log(metrics), number, self.profile.rollout.parity_tolerance)
         for path in self.profiler.written:
             self.display.note(f"profile: {path}")
         self._validate_if_due()
@@ -152,12 +153,13 @@ class Job:
         if self.world.is_main and count:
             rundir.write_jsonl(self.dir / folder / f"{self.step}.jsonl", rows[:count])
 
-    def _log(self, metrics: StepMetrics) -> None:
+    def _log(self, metrics: StepMetrics) -> dict[str, float]:
         metrics.add_seconds(self.clock.take())
         metrics.add_memory(self.world.device)
         values = metrics.reduce(self.world.gather_objects)
         self.loggers.log(self.step, values)
         self.display.step(self.step, values)
+        return values
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

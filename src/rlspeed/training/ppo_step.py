@@ -20,7 +20,7 @@ from rlspeed.training.clock import Clock
 from rlspeed.training.collect import Collected, Collector
 from rlspeed.training.credit import assign_advantages, leave_out
 from rlspeed.training.metrics import StepMetrics
-from rlspeed.training.roles import Roles, Updated
+from rlspeed.training.roles import Roles, Updated, actor_waits
 from rlspeed.training.seeds import seed_of
 from rlspeed.training.step_metrics import (
     explained_variance,
@@ -182,7 +182,7 @@ def _update(
                 with parts.clock.phase("update_critic"):
                     done = _update_critic(parts, batches, counts, metrics)
                 metrics.add_update("critic", grad_norm=done.grad_norm, lr=done.lr, empty=done.empty)
-            if step <= cfg.critic_warmup_steps:
+            if step <= actor_waits(parts.profile):
                 continue
             with parts.clock.phase("update_actor"):
                 done = _update_actor(parts, batches, counts, kl_coef, metrics, first=epoch == 0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from rlspeed.config.schema import Profile
+from rlspeed.config.schema import Optimizer, Profile
 from rlspeed.engine.attention import choose_attention
 from rlspeed.engine.packed import PackedBatch
 from rlspeed.engine.parallelize import checkpoint_blocks, compile_blocks, full_tensor, shard
@@ -122,12 +122,19 @@ class Roles:
     attention_reason: str
 
 
-def build_roles(profile: Profile, precision: Precision, world: World, total_updates: int) -> Roles:
-    """Load, place and shard the models that the algorithm needs."""
+def actor_waits(profile: Profile) -> int:
+    """First steps in which the critic alone learns; the actor's course of the learning rate begins after them."""
+    return profile.algorithm.critic_warmup_steps if profile.algorithm.kind == "ppo" else 0
+
+
+def build_roles(profile: Profile, precision: Precision, world: World, steps: int, updates_per_step: int) -> Roles:
+    """Load, place and shard the models that the algorithm needs; each of `steps` has updates_per_step updates."""
     model = profile.model
     padded = not model.use_remove_padding
 
-    scaled = precision.needs_loss_scaling
+    def optimizer(module: Any, cfg: Optimizer, learns: int) -> MasterAdamW:
+        scaled = precision.needs_loss_scaling
+        return MasterAdamW(module, cfg, total_steps=learns * updates_per_step, loss_scaling=scaled)
 
     def load(path: str) -> Any:
         return load_causal_lm(
@@ -161,16 +168,14 @@ def build_roles(profile: Profile, precision: Precision, world: World, total_upda
     policy = place(PolicyModel(actor_lm, backend=backend, padded=padded), train=True)
     actor = Actor(
         policy,
-        MasterAdamW(policy, profile.optim.actor, total_steps=total_updates, loss_scaling=scaled),
+        optimizer(policy, profile.optim.actor, steps - actor_waits(profile)),
         world,
         profile.rollout.temperature,
     )
     critic = reference = None
     if profile.algorithm.kind == "ppo":
         value = place(ValueModel(load(model.critic.path or model.path), backend=backend, padded=padded), train=True)
-        critic = Critic(
-            value, MasterAdamW(value, profile.optim.critic, total_steps=total_updates, loss_scaling=scaled), world
-        )
+        critic = Critic(value, optimizer(value, profile.optim.critic, steps), world)
     if profile.algorithm.kl.where != "none":
         frozen = PolicyModel(load(model.reference.path or model.path), backend=backend, padded=padded)
         reference = Reference(place(frozen, train=False), profile.rollout.temperature)

@@ -61,7 +61,7 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
     batch = min(profile.data.batch_size, len(train_table))
     total_steps = profile.run.steps or max(1, math.ceil(profile.run.epochs * len(train_table) / batch))
     per_step = profile.algorithm.epochs * math.ceil(batch / (profile.algorithm.mini_batch_size or batch))
-    roles = build_roles(profile, precision, world, total_steps * per_step)
+    roles = build_roles(profile, precision, world, total_steps, per_step)
     collector = Collector(
         profile=profile,
         world=world,

@@ -11,7 +11,7 @@ from torch import nn
 
 from rlspeed.engine.packed import PackedBatch
 from rlspeed.errors import RunError
-from rlspeed.training.checks import check_layout
+from rlspeed.training.checks import check_gap, check_layout
 
 PRECISION: Any = SimpleNamespace(compute=torch.bfloat16)
 WORLD: Any = SimpleNamespace(device=torch.device("cpu"))
@@ -62,3 +62,15 @@ def test_a_convolution_over_boundaries_stops_the_run(share: float, words: str) -
 
 def test_one_that_stops_at_boundaries_passes() -> None:
     assert check(Conv(stops_at_boundaries=True, share=1.0)) == 0.0
+
+
+def test_a_generator_with_other_weights_stops_the_run_at_that_step() -> None:
+    """sync-17, sync-12: after every sync, the first and the second too; the step and the phase are named."""
+    metric = "rollout_corr/logprob_diff_mean"
+    check_gap({metric: 0.049}, 3, 0.05)
+    check_gap({}, 3, 0.05)  # the critic's warm-up measures nothing
+    for gap in (0.051, 0.49, float("nan")):
+        with pytest.raises(RunError, match="step 3, phase gen") as caught:
+            check_gap({metric: gap}, 3, 0.05)
+        assert "update_weights of step 2" in str(caught.value)
+        assert "at most 0.05 (rollout.parity_tolerance)" in str(caught.value)
