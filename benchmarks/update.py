@@ -19,10 +19,12 @@ import platform
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.utils
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlspeed.algorithms import loss
@@ -101,8 +103,8 @@ def model_flops(config: Qwen2Config, answers: list[tuple[int, int]]) -> float:
     return 6.0 * block * config.num_hidden_layers * tokens + 6.0 * VOCABULARY * config.hidden_size * trained + attention
 
 
-def measure(options: argparse.Namespace, variant: str, answers: list[tuple[int, int]]) -> dict[str, Any]:
-    """One variant in a fresh model."""
+def make_actor(options: argparse.Namespace, variant: str) -> tuple[Actor, str]:
+    """A fresh model with its optimizer, and the attention with its reason."""
     device = torch.device(options.device)
     padded = not variant.startswith("packed")
     torch.manual_seed(0)
@@ -117,16 +119,20 @@ def measure(options: argparse.Namespace, variant: str, answers: list[tuple[int, 
     config._attn_implementation = "sdpa" if padded else PACKED_ATTENTION
     with device:
         lm = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    backend, reason = ("sdpa", "padded") if padded else choose_attention("auto", device, torch.bfloat16, 128)
+    head_dim = config.hidden_size // config.num_attention_heads
+    backend, reason = ("sdpa", "padded") if padded else choose_attention("auto", device, torch.bfloat16, head_dim)
     policy = PolicyModel(lm, backend=backend, padded=padded).train()
     if "compile" in variant:
-        compile_blocks(lm.model.layers)
+        compile_blocks([*lm.model.layers, lm.model.norm])
     if "recompute" in variant or padded:
         checkpoint_blocks(lm.model.layers)
     world = World(rank=0, size=1, local_rank=0, device=device, mesh=None)
-    actor = Actor(policy, MasterAdamW(policy, Optimizer(lr=1e-6), total_steps=100), world, 1.0)
-    batches = make_batches(answers, variant, options.capacity, options.micro, options.device)
-    counts = loss.GlobalCounts(tokens=sum(a for _, a in answers), sequences=len(answers))
+    optimizer = MasterAdamW(policy, Optimizer(lr=1e-6, kind=options.optimizer), total_steps=100)
+    return Actor(policy, optimizer, world, 1.0), f"{backend}: {reason}"
+
+
+def make_loss(actor: Actor, counts: loss.GlobalCounts) -> Callable[[PackedBatch], torch.Tensor]:
+    """PPO's clipped loss of one micro-batch."""
 
     def loss_of(batch: PackedBatch) -> torch.Tensor:
         logprobs, entropy = actor.forward(batch, with_entropy=True)
@@ -136,6 +142,28 @@ def measure(options: argparse.Namespace, variant: str, answers: list[tuple[int, 
         assert entropy is not None
         return out.plus(loss.entropy_bonus(entropy, weights, coef=0.0)).loss
 
+    return loss_of
+
+
+def compile_counts() -> dict[str, int]:
+    """Frames that torch.compile made code for since the process started, and graphs in them; each size of pack that
+    needs code of its own adds to both."""
+    frames, stats = (torch._dynamo.utils.counters[n] for n in ("frames", "stats"))
+    return {"frames": int(frames["ok"]), "graphs": int(stats["unique_graphs"])}
+
+
+def measure(options: argparse.Namespace, variant: str, answers: list[tuple[int, int]]) -> dict[str, Any]:
+    """One variant in a fresh model."""
+    device = torch.device(options.device)
+    padded = not variant.startswith("packed")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    actor, attention = make_actor(options, variant)
+    config = actor.model.causal_lm.config
+    batches = make_batches(answers, variant, options.capacity, options.micro, options.device)
+    counts = loss.GlobalCounts(tokens=sum(a for _, a in answers), sequences=len(answers))
+    loss_of = make_loss(actor, counts)
+    compiled: list[dict[str, int]] = []
     seconds: list[float] = []
     cuda = device.type == "cuda"
     for i in range(options.warmup + options.repeats):
@@ -148,6 +176,7 @@ def measure(options: argparse.Namespace, variant: str, answers: list[tuple[int, 
             torch.cuda.synchronize()
         if i >= options.warmup:
             seconds.append(time.perf_counter() - start)
+        compiled.append(compile_counts())
     if options.profile and cuda:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             actor.update(batches, loss_of, global_tokens=counts.tokens)
@@ -167,7 +196,9 @@ def measure(options: argparse.Namespace, variant: str, answers: list[tuple[int, 
         "model_flops": model_flops(config, answers),
         "mfu": model_flops(config, answers) / middle / options.peak,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
-        "attention": f"{backend}: {reason}",
+        "attention": attention,
+        "compiled_after_each_update": compiled if "compile" in variant else None,
+        "pack_tokens": [b.num_tokens for b in batches],
     }
 
 
@@ -184,6 +215,7 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=790e12, help="FLOP/s of a large bf16 product on this device")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--variants", default="packed,packed+compile,packed+recompute,sorted,padded")
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "adamw8bit", "adamw_offload"))
     parser.add_argument("--profile", action="store_true", help="also write the kernels of one update by time")
     options = parser.parse_args()
     answers = make_answers(options.answers)

@@ -34,7 +34,7 @@ def test_compiled_equals_plain_for_packs_of_any_size(tmp_path: Path) -> None:
         load_causal_lm(str(tmp_path), dtype=torch.float32, attention="packed"), backend="sdpa", padded=False
     )
     compiled = copy.deepcopy(plain)
-    compile_blocks(compiled.causal_lm.model.layers)
+    compile_blocks([*compiled.causal_lm.model.layers, compiled.causal_lm.model.norm])
     for lengths in ([7, 3, 12], [5], [9, 9, 2, 4, 6]):
         rows = [[(3 * i + n) % 97 for i in range(n)] for n in lengths]
         batch = pack_sequences(rows, [1] * len(rows))

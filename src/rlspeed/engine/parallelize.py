@@ -56,8 +56,11 @@ def checkpoint_blocks(blocks: nn.ModuleList) -> None:
         block.forward = forward  # type: ignore[method-assign]
 
 
-def compile_blocks(blocks: nn.ModuleList) -> None:
-    """torch.compile each block on its own, for any number of tokens; the same code serves all blocks of a model."""
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """torch.compile each block on its own, for any number of tokens; the same code serves all blocks of a model.
+
+    The last norm is best among them: by itself it would cast its input to fp32 and its output back.
+    """
     for block in blocks:
         block.compile(dynamic=True)
 
