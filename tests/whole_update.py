@@ -29,7 +29,7 @@ class WholeUpdate:
         loaded = load_profile(profile, list(words))
         self.world = World(rank=0, size=1, local_rank=0, device=torch.device(device), mesh=None)
         precision = resolve(loaded.profile.model.model_dtype, self.world.device)
-        self.roles: Roles = build_roles(loaded.profile, precision, self.world, 100)
+        self.roles: Roles = build_roles(loaded.profile, precision, self.world, 100, 1)
         cfg = loaded.profile.algorithm
         vocabulary = self.roles.causal_lm.config.vocab_size
         self.table, rollouts = make_answers(groups, 2, longest, vocabulary)

@@ -19,7 +19,18 @@ FLOATS = ("float", "double", "c10::BFloat16", "c10::Half")
 # a narrower tensor over tokens is per-token scalars or the like
 LEAST_WIDTH = 64
 # parts of the name of a kernel that torch.compile fused out of moves alone
-MOVES = ("_to_copy", "constant_pad_nd", "cat", "clone", "copy", "copy_", "_unsafe_view", "view", "permute", "transpose")
+MOVES: tuple[str, ...] = (
+    "_to_copy",
+    "constant_pad_nd",
+    "cat",
+    "clone",
+    "copy",
+    "copy_",
+    "_unsafe_view",
+    "view",
+    "permute",
+    "transpose",
+)
 MOVES += ("t", "expand", "slice", "unsqueeze", "squeeze", "select", "as_strided")
 TRITON = re.compile(r"^triton_[a-z]{3}_fused_(.*?)_?\d*$")
 

@@ -155,11 +155,12 @@ def build_roles(profile: Profile, precision: Precision, world: World, steps: int
 
     def place(module: Any, *, train: bool) -> Any:
         module = module.to(world.device)
-        blocks = module.causal_lm.model.layers if isinstance(module, PolicyModel) else module.backbone.layers
+        backbone = module.causal_lm.model if isinstance(module, PolicyModel) else module.backbone
+        blocks = backbone.layers
         if train and model.activation_checkpointing:
             checkpoint_blocks(blocks)
         if train and model.compile:
-            compile_blocks(blocks)
+            compile_blocks([*blocks, backbone.norm])
         if world.mesh is not None:
             shard(module, blocks, world.mesh, compute=precision.compute, reduce=precision.reduce)
         module.train(train)
