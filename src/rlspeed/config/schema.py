@@ -143,6 +143,12 @@ class Rollout(Section):
     """Token ids that end an answer, beside the model's own end tokens."""
     max_concurrent: PositiveInt = 256
     """Most sequences in flight in the built-in generator, per rank."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Key-value cache of the built-in generator, per rank; sequences wait or are computed again when it is full. null:
+    what the requests can need, within 85 % of the GPU's free memory."""
+    longest_first: bool = False
+    """Start prompts first whose answers were long the last time, when more wait than run at once: a shorter tail. The
+    order is not part of a checkpoint, so a resumed run may round differently."""
     correction: Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"] = "none"
     """Correct the gap between generator and trainer log-probs: truncated importance weights, or masks."""
     correction_threshold: PositiveFloat = 2.0

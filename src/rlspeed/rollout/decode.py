@@ -1,12 +1,13 @@
 """Forward passes of Llama, Qwen2 and Qwen3 over the trainer's own weights: a packed prefill and one decode step.
 
-Shapes: B sequences in flight, T packed tokens, H width, D head width, L longest cached length.
+Shapes: B lanes (sequences in flight), T packed tokens, H width, D head width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,16 @@ from torch import Tensor
 
 from rlspeed.engine.attention import varlen_attention
 from rlspeed.errors import ConfigError, Fault
+from rlspeed.rollout.paged import PagedCache
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one decoder block; biases and head norms are None where the family has none."""
+    """Weights of one decoder block; biases and head norms are None where the family has none.
+
+    qkv, qkv_bias, gate_up, gate_up_bias: q, k, v (gate, up) as one tensor where their rows lie in one piece of memory
+    (`fuse_parameters`), else None.
+    """
 
     norm1: Tensor
     q: Tensor
@@ -38,21 +44,48 @@ class Layer:
     gate_bias: Tensor | None
     up_bias: Tensor | None
     down_bias: Tensor | None
+    qkv: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    gate_up: Tensor | None = None
+    gate_up_bias: Tensor | None = None
 
 
-class Cache:
-    """Keys and values in flight: [layers][slots, Hkv, L, D]; one slot per sequence, slots 0..B-1 are in use."""
+def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The parts as one tensor along dimension 0, if they lie behind one another in memory; else None."""
+    first = parts[0]
+    if first is None:
+        return None
+    where, rows = first.data_ptr(), 0
+    for part in parts:
+        if part is None or not part.is_contiguous() or part.data_ptr() != where or part.shape[1:] != first.shape[1:]:
+            return None
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        where += part.numel() * part.element_size()
+        rows += part.shape[0]
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
-    def __init__(self, config: Any, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        width = head_width(config)
-        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, length, width)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
 
-    def copy_slot(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one slot into another."""
-        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
-        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+FUSED = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj")))
+
+
+@torch.no_grad()
+def fuse_parameters(model: Any) -> None:
+    """Lay q, k and v (gate and up) of each block behind one another in memory; the parameters become views.
+
+    Names, shapes and values stay: trainer, optimizer and checkpoint see what they saw, and the generator has one matrix
+    product where there were three.
+    """
+    for block in model.model.layers:
+        for part, names in FUSED:
+            modules = [getattr(getattr(block, part), name) for name in names]
+            for kind in ("weight", "bias"):
+                parameters = [getattr(m, kind) for m in modules]
+                if any(p is None for p in parameters) or joined([p.data for p in parameters]) is not None:
+                    continue
+                whole = torch.cat([p.data for p in parameters])
+                for p, piece in zip(parameters, whole.split([p.shape[0] for p in parameters])):
+                    p.data = piece
 
 
 def head_width(config: Any) -> int:
@@ -74,6 +107,27 @@ def _check_rope(rotary: Any, config: Any, max_length: int) -> None:
                 fix="shorten data.max_length",
             )
         )
+
+
+class DecodeOps(Protocol):
+    """What a decode step needs beside matrix products: `paged.TorchOps` anywhere, `fused.TritonOps` on CUDA."""
+
+    graphs: bool
+
+    def bind(self, cache: PagedCache | None) -> None:
+        """Use this cache from now on; None gives it up."""
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta [B, H], and that normalised."""
+
+    def attend(self, layer: int, qkv: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        """qkv [B, (Hq + 2 Hkv) D] to attention's output [B, Hq D]; the token's key and value are kept."""
+
+    def keep(self, layer: int, qkv: Tensor, positions: Tensor, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, (Hq + 2 Hkv) D] to rotated q, rotated k, v; keys and values go to the pages [T] int32."""
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """act(gate) * up of [B, 2 I]."""
 
 
 class Decoder:
@@ -109,7 +163,10 @@ class Decoder:
         self.layers: list[Layer] = []
 
     def refresh(self, weights: dict[str, Tensor]) -> None:
-        """Point at `weights`, by Hugging Face name."""
+        """Point at `weights`, by Hugging Face name.
+
+        On a GPU q, k, v (gate, up) that lie apart are copied into one tensor, on a CPU they are used one by one.
+        """
         get = weights.get
         self.embed = weights["model.embed_tokens.weight"]
         self.norm = weights["model.norm.weight"]
@@ -117,97 +174,141 @@ class Decoder:
         self.layers = []
         for i in range(self.config.num_hidden_layers):
             a, m = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+            qkv, gate_up = [f"{a}{n}_proj." for n in "qkv"], [f"{m}{n}_proj." for n in ("gate", "up")]
             self.layers.append(
-                Layer(  # type: ignore[call-arg]
-                    weights[f"model.layers.{i}.input_layernorm.weight"],
-                    *(weights[f"{a}{n}_proj.weight"] for n in "qkv"),
-                    *(get(f"{a}{n}_proj.bias") for n in "qkv"),
-                    *(get(f"{a}{n}_norm.weight") for n in "qk"),
-                    weights[f"{a}o_proj.weight"],
-                    get(f"{a}o_proj.bias"),
-                    weights[f"model.layers.{i}.post_attention_layernorm.weight"],
-                    *(weights[f"{m}{n}_proj.weight"] for n in ("gate", "up", "down")),
-                    *(get(f"{m}{n}_proj.bias") for n in ("gate", "up", "down")),
+                Layer(
+                    norm1=weights[f"model.layers.{i}.input_layernorm.weight"],
+                    q=weights[f"{a}q_proj.weight"],
+                    k=weights[f"{a}k_proj.weight"],
+                    v=weights[f"{a}v_proj.weight"],
+                    q_bias=get(f"{a}q_proj.bias"),
+                    k_bias=get(f"{a}k_proj.bias"),
+                    v_bias=get(f"{a}v_proj.bias"),
+                    q_norm=get(f"{a}q_norm.weight"),
+                    k_norm=get(f"{a}k_norm.weight"),
+                    o=weights[f"{a}o_proj.weight"],
+                    o_bias=get(f"{a}o_proj.bias"),
+                    norm2=weights[f"model.layers.{i}.post_attention_layernorm.weight"],
+                    gate=weights[f"{m}gate_proj.weight"],
+                    up=weights[f"{m}up_proj.weight"],
+                    down=weights[f"{m}down_proj.weight"],
+                    gate_bias=get(f"{m}gate_proj.bias"),
+                    up_bias=get(f"{m}up_proj.bias"),
+                    down_bias=get(f"{m}down_proj.bias"),
+                    qkv=self._whole([get(n + "weight") for n in qkv]),
+                    qkv_bias=self._whole([get(n + "bias") for n in qkv]),
+                    gate_up=self._whole([get(n + "weight") for n in gate_up]),
+                    gate_up_bias=self._whole([get(n + "bias") for n in gate_up]),
                 )
             )
+
+    def _whole(self, parts: Sequence[Tensor | None]) -> Tensor | None:
+        whole = joined(parts)
+        if whole is None and self.embed.is_cuda:
+            present = [p for p in parts if p is not None]
+            whole = torch.cat(present) if len(present) == len(parts) else None
+        return whole
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the weights lie: a captured graph is good for these alone."""
+        tensors = [self.embed, self.norm, self.head]
+        for layer in self.layers:
+            tensors += [t for t in (getattr(layer, name) for name in Layer.__slots__) if t is not None]
+        return tuple(t.data_ptr() for t in tensors)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
         return self.embed.dtype
 
-    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+    def rms(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.dtype == torch.float32:
             return F.rms_norm(x, weight.shape, weight, self.eps)
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
-    def _qkv(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, H] to rotated q [T, Hq, D], rotated k and v [T, Hkv, D]."""
-        q = F.linear(x, layer.q, layer.q_bias).view(-1, self.heads, self.width)
-        k = F.linear(x, layer.k, layer.k_bias).view(-1, self.kv_heads, self.width)
-        v = F.linear(x, layer.v, layer.v_bias).view(-1, self.kv_heads, self.width)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._rms(q, layer.q_norm), self._rms(k, layer.k_norm)
+    def heads_of(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, (Hq + 2 Hkv) D] to rotated q [T, Hq, D], rotated k and v [T, Hkv, D]."""
+        weights = self.layers[layer]
+        q, k, v = (
+            x.unflatten(-1, (-1, self.width))
+            for x in qkv.split([n * self.width for n in (self.heads, self.kv_heads, self.kv_heads)], -1)
+        )
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q, k = self.rms(q, weights.q_norm), self.rms(k, weights.k_norm)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        gate = self.act(F.linear(x, layer.gate, layer.gate_bias))
-        return F.linear(gate * F.linear(x, layer.up, layer.up_bias), layer.down, layer.down_bias)
+    @staticmethod
+    def _qkv(layer: Layer, x: Tensor) -> Tensor:
+        if layer.qkv is not None:
+            return F.linear(x, layer.qkv, layer.qkv_bias)
+        parts = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
+        return torch.cat([F.linear(x, w, b) for w, b in parts], -1)
 
-    def prefill(self, prompts: list[tuple[int, ...]], cache: Cache, slots: list[int], backend: str) -> Tensor:
-        """Run prompts packed, keep keys and values in `slots`; returns the logits [P, V] after their last tokens."""
-        device = self.embed.device
-        lengths = tuple(len(p) for p in prompts)
-        ids = torch.tensor([t for p in prompts for t in p], device=device)
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
-        bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        bounds[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-        bounds = bounds.to(device)
-        rows = torch.repeat_interleave(torch.tensor(slots), torch.tensor(lengths)).to(device)
-        cos, sin = self._tables(positions)
-        x = F.embedding(ids, self.embed)
-        for i, layer in enumerate(self.layers):
-            q, k, v = self._qkv(layer, self._rms(x, layer.norm1), cos, sin)
-            cache.keys[i, rows, :, positions] = k
-            cache.values[i, rows, :, positions] = v
-            out = varlen_attention(q, k, v, bounds, lengths, max_seqlen=max(lengths), scale=self.scale, backend=backend)
-            x = x + F.linear(out.reshape(x.shape[0], -1), layer.o, layer.o_bias)
-            x = x + self._mlp(layer, self._rms(x, layer.norm2))
-        last = bounds[1:].long() - 1
-        return F.linear(self._rms(x[last], self.norm), self.head)
+    @staticmethod
+    def _gate_up(layer: Layer, x: Tensor) -> Tensor:
+        if layer.gate_up is not None:
+            return F.linear(x, layer.gate_up, layer.gate_up_bias)
+        return torch.cat([F.linear(x, layer.gate, layer.gate_bias), F.linear(x, layer.up, layer.up_bias)], -1)
 
-    def step(self, tokens: Tensor, positions: Tensor, cache: Cache, longest: int) -> Tensor:
-        """One token for each of the first B slots: tokens, positions [B] int64 to logits [B, V].
+    def prefill(
+        self,
+        sequences: Sequence[Sequence[int]],
+        pages: Sequence[Sequence[int]],
+        size: int,
+        ops: DecodeOps,
+        backend: str,
+    ) -> Tensor:
+        """Run sequences packed and keep keys and values in their pages; logits [S, V] fp32 after their last tokens.
 
-        longest: highest position + 1, so that only live cache is read.
+        size: tokens of a page. backend: of `choose_attention`.
         """
-        count = tokens.shape[0]
-        rows = torch.arange(count, device=tokens.device)
-        cos, sin = self._tables(positions)
-        seen = (torch.arange(longest, device=tokens.device)[None] <= positions[:, None])[:, None, None]
-        x = F.embedding(tokens, self.embed)
-        group = self.heads // self.kv_heads
+        device = self.embed.device
+        lengths = tuple(len(s) for s in sequences)
+        ids = torch.tensor([t for s in sequences for t in s], device=device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        rows = torch.tensor([held[i // size] for held, n in zip(pages, lengths) for i in range(n)], dtype=torch.int32)
+        rows = rows.to(device)
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        last = (ends[1:] - 1).to(device)
+        bounds = ends.to(device, torch.int32)
+        x, delta = F.embedding(ids, self.embed), None
         for i, layer in enumerate(self.layers):
-            q, k, v = self._qkv(layer, self._rms(x, layer.norm1), cos, sin)
-            keys, values = cache.keys[i], cache.values[i]
-            keys[rows, :, positions] = k
-            values[rows, :, positions] = v
-            # the query heads of one KV head stand as its queries, so nothing is expanded
-            out = F.scaled_dot_product_attention(
-                q.view(count, self.kv_heads, group, self.width),
-                keys[:count, :, :longest],
-                values[:count, :, :longest],
-                attn_mask=seen,
-                scale=self.scale,
-            )
-            x = x + F.linear(out.reshape(count, -1), layer.o, layer.o_bias)
-            x = x + self._mlp(layer, self._rms(x, layer.norm2))
-        return F.linear(self._rms(x, self.norm), self.head)
+            x, y = ops.add_norm(x, delta, layer.norm1)
+            q, k, v = ops.keep(i, self._qkv(layer, y), positions, rows)
+            out = varlen_attention(q, k, v, bounds, lengths, max_seqlen=max(lengths), scale=self.scale, backend=backend)
+            x, y = ops.add_norm(x, F.linear(out.reshape(x.shape[0], -1), layer.o, layer.o_bias), layer.norm2)
+            delta = F.linear(ops.gated(self._gate_up(layer, y)), layer.down, layer.down_bias)
+        return self.logits(ops.add_norm(x[last], None if delta is None else delta[last], self.norm)[1])
 
-    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, tokens: Tensor, positions: Tensor, table: Tensor, ops: DecodeOps) -> Tensor:
+        """One token of each of B lanes: tokens, positions [B] int64, table [B, pages] int32, to logits [B, V] fp32."""
+        x, delta = F.embedding(tokens, self.embed), None
+        for i, layer in enumerate(self.layers):
+            x, y = ops.add_norm(x, delta, layer.norm1)
+            out = ops.attend(i, self._qkv(layer, y), positions, table)
+            x, y = ops.add_norm(x, F.linear(out, layer.o, layer.o_bias), layer.norm2)
+            delta = F.linear(ops.gated(self._gate_up(layer, y)), layer.down, layer.down_bias)
+        return self.logits(ops.add_norm(x, delta, self.norm)[1])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [B, H] to logits [B, V] fp32; a GPU does not round them to the weights' dtype in between."""
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.mm(hidden, self.head.T, out_dtype=torch.float32)
+        return F.linear(hidden, self.head).float()
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, D] in the weights' dtype, as the model itself rounds them."""
         return self.cos[positions][:, None].to(self.dtype), self.sin[positions][:, None].to(self.dtype)
+
+    def cache(self, pages: int, size: int) -> PagedCache:
+        """An empty cache of so many pages of `size` tokens."""
+        layers = self.config.num_hidden_layers
+        return PagedCache(pages, layers, self.kv_heads, size, self.width, self.dtype, self.embed.device)
+
+    def page_bytes(self, size: int) -> int:
+        """Bytes of one page of `size` tokens."""
+        return PagedCache.page_bytes(self.config.num_hidden_layers, self.kv_heads, size, self.width, self.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from rlspeed.training.seeds import seed_of
 from rlspeed.training.step_metrics import (
     explained_variance,
     record_answers,
+    record_generation,
     record_mismatch,
     record_parts,
     record_sizes,
@@ -73,6 +74,7 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
         collected = parts.collector.generate(
             parts.train_table, rows, n=cfg.rollout.n, sampling=parts.collector.sampling, stream=step
         )
+    record_generation(metrics, getattr(parts.collector.generator, "stats", None))
     with clock.phase("reward"):
         table = gather_table(world, parts.collector.score(parts.train_table, collected, step))
     table = leave_out(table, filter_groups=cfg.algorithm.filter_groups)

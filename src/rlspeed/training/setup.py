@@ -119,6 +119,8 @@ def _generator(profile: Profile, roles: Roles, tokenizer: Any, world: World, sto
         roles.causal_lm,
         tokenizer=tokenizer,
         max_concurrent=profile.rollout.max_concurrent,
+        cache_gib=profile.rollout.kv_cache_gib,
+        longest_first=profile.rollout.longest_first,
         max_length=profile.data.max_length,
         weights=roles.actor.weights,
         should_stop=stop,

@@ -10,6 +10,7 @@ from rlspeed.algorithms import correction
 from rlspeed.engine.packed import PackedBatch
 from rlspeed.engine.world import World
 from rlspeed.rewards.types import Score
+from rlspeed.rollout.stats import GenerationStats
 from rlspeed.training.batches import Answer, MiniBatch
 from rlspeed.training.credit import informative_groups
 from rlspeed.training.metrics import StepMetrics, seqlen_balance
@@ -63,6 +64,18 @@ def record_sizes(
         sum(len(b) * max(table[n].tokens for n in b) - sum(table[n].tokens for n in b) for b in bins) if padded else 0
     )
     metrics.add("tokens/padding", float(waste))
+
+
+def record_generation(metrics: StepMetrics, stats: GenerationStats | None) -> None:
+    """Latency, tail and lack of cache of one rank's generation; None: a generator that keeps no such numbers."""
+    if stats is None or not stats.tokens:
+        return
+    metrics.add("gen/token_latency/mean", stats.latency_mean * 1e3)
+    metrics.add("gen/token_latency/std", stats.latency_std * 1e3)
+    metrics.add("gen/token_latency/p99", stats.latency_p99 * 1e3)
+    metrics.add("gen/tail_seconds", stats.tail_seconds)
+    metrics.add("gen/prefill_tokens", float(stats.prefill_tokens))
+    metrics.add("gen/preempted", float(stats.preempted))
 
 
 def record_streams(metrics: StepMetrics, batches: Sequence[PackedBatch]) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlspeed.errors import ConfigError, DataError
+from rlspeed.errors import ConfigError, DataError, RunError
 from rlspeed.models.build import load_causal_lm
 from rlspeed.rollout.builtin import BuiltinGenerator
+from rlspeed.rollout.decode import fuse_parameters
 from rlspeed.rollout.types import GenerationStopped, Prompt, Rollout, SamplingParams
 
 PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12, 13, 14), (15,), (20, 21, 22, 23), (5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)]
@@ -237,3 +238,85 @@ def test_stop_strings_need_a_tokenizer(llama: torch.nn.Module) -> None:
     generator = BuiltinGenerator(llama, max_concurrent=2, max_length=64)
     with pytest.raises(DataError, match="tokenizer"):
         generator.generate(requests(PROMPTS), SamplingParams(max_new_tokens=4, stop=("x",)))
+
+
+def test_pages_chunks_and_lack_of_memory_change_nothing(llama: torch.nn.Module) -> None:
+    """Small pages, steps in chunks, and a cache that holds a part of the sequences: the same answers."""
+    sampling = SamplingParams(max_new_tokens=20, temperature=1.0, stop_token_ids=(2, 3, 4))
+    jobs = requests(PROMPTS, 4)
+    want = BuiltinGenerator(llama, max_concurrent=16, max_length=64).generate(jobs, sampling)
+    paged = BuiltinGenerator(llama, max_concurrent=16, max_length=64, page_size=4, chunk=3)
+    got = paged.generate(jobs, sampling)
+    page = paged.decoder.page_bytes(4)
+    tight = BuiltinGenerator(llama, max_concurrent=16, max_length=64, page_size=4, chunk=3, cache_gib=24 * page / 2**30)
+    squeezed = tight.generate(jobs, sampling)
+    assert tight.stats.preempted > 0
+    assert paged.stats.preempted == 0
+    for a, b, c in zip(want, got, squeezed):
+        assert a.response_ids == b.response_ids == c.response_ids
+        assert a.finish == b.finish == c.finish
+        # fp32, two layers: the same sums in another order
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+        assert a.logprobs == pytest.approx(c.logprobs, abs=1e-5)
+
+
+def test_a_cache_too_small_for_one_request_is_refused(llama: torch.nn.Module) -> None:
+    generator = BuiltinGenerator(llama, max_concurrent=4, max_length=64, page_size=4, cache_gib=1e-9)
+    with pytest.raises(RunError, match="kv_cache_gib"):
+        generator.generate(requests(PROMPTS), GREEDY)
+
+
+def test_a_log_prob_that_is_no_number_names_its_prompt(llama: torch.nn.Module) -> None:
+    with torch.no_grad():
+        llama.model.norm.weight[3] = torch.nan
+    with pytest.raises(RunError, match="prompt 0") as caught:
+        BuiltinGenerator(llama, max_concurrent=4, max_length=64).generate(requests(PROMPTS), GREEDY)
+    assert "not a finite number" in str(caught.value)
+
+
+def test_stats_count_what_was_generated(llama: torch.nn.Module) -> None:
+    generator = BuiltinGenerator(llama, max_concurrent=8, max_length=64)
+    got = generator.generate(requests(PROMPTS, 2), SamplingParams(max_new_tokens=5))
+    assert generator.stats.tokens == sum(len(r.response_ids) for r in got) == 50
+    assert generator.stats.prefill_tokens == sum(map(len, PROMPTS)), "the two answers to a prompt share it"
+    assert generator.stats.latency_p99 >= generator.stats.latency_mean > 0
+    assert generator.generate([], GREEDY) == []
+    assert generator.stats.tokens == 0
+
+
+def test_longest_first_starts_what_was_long(llama: torch.nn.Module) -> None:
+    """The order of admission changes, the answers do not."""
+    jobs = requests(PROMPTS, 1)
+    sampling = SamplingParams(max_new_tokens=20, stop_token_ids=tuple(range(2, 12)))
+    plain = BuiltinGenerator(llama, max_concurrent=2, max_length=64)
+    eager = BuiltinGenerator(llama, max_concurrent=2, max_length=64, longest_first=True)
+    want = plain.generate(jobs, sampling)
+    first, started = eager.generate(jobs, sampling), []
+    prefill = eager.decoder.prefill
+
+    def seen(sequences: list[tuple[int, ...]], *rest: object) -> torch.Tensor:
+        started.extend(sequences)
+        return prefill(sequences, *rest)  # type: ignore[arg-type]
+
+    eager.decoder.prefill = seen  # type: ignore[method-assign, assignment]
+    second = eager.generate(jobs, sampling)
+    lengths = {r.prompt_ids: len(r.response_ids) for r in want}
+    assert [r.response_ids for r in want] == [r.response_ids for r in first] == [r.response_ids for r in second]
+    assert [lengths[s] for s in started] == sorted(lengths.values(), reverse=True)
+
+
+def test_fused_parameters_are_the_same_parameters(model: torch.nn.Module) -> None:
+    """One matrix product for q, k and v: the same answers, and an update of one is an update of the whole."""
+    want = BuiltinGenerator(model, max_concurrent=8, max_length=64).generate(requests(PROMPTS), GREEDY)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    fuse_parameters(model)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    generator = BuiltinGenerator(model, max_concurrent=8, max_length=64)
+    whole = generator.decoder.layers[0].qkv
+    assert whole is not None
+    assert [r.response_ids for r in generator.generate(requests(PROMPTS), GREEDY)] == [r.response_ids for r in want]
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.fill_(3.0)
+    start = model.model.layers[0].self_attn.q_proj.weight.shape[0]
+    rows = model.model.layers[0].self_attn.k_proj.weight.shape[0]
+    assert (whole[start : start + rows] == 3.0).all()
