@@ -222,6 +222,7 @@ class Decoder:
         return self.embed.dtype
 
     def rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [..., H] over its root mean square, times weight [H], rounded where the model rounds."""
         if x.dtype == torch.float32:
             return F.rms_norm(x, weight.shape, weight, self.eps)
         wide = x.float()
