@@ -85,7 +85,8 @@ def adaptive_kl_is_in_the_reward(loaded: LoadedProfile, _: int) -> Iterator[Faul
 def compile_or_recompute(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     """Compiled blocks with recomputed activations are not known to work."""
     if loaded.profile.model.compile and loaded.profile.model.activation_checkpointing:
-        found = "true with model.activation_checkpointing=true"
+        chosen = str(loaded.profile.model.activation_checkpointing).lower()
+        found = f"true with model.activation_checkpointing={chosen}"
         yield _fault(loaded, "model.compile", found, "one of the two", "compiled blocks need less memory, too")
 
 

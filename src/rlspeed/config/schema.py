@@ -80,8 +80,8 @@ class Model(Section):
     """Packed sequences, no padding token computed; false: padded batches, for comparison."""
     attention: Literal["auto", "sdpa", "varlen", "flash2", "flash4"] = "auto"
     """Attention over packed sequences; auto picks by device and installed kernels and prints why."""
-    activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: bool | Literal["auto"] = False
+    """Recompute blocks in the backward pass, up to a third more time; auto: as few as the device's memory asks for."""
     compile: bool = False
     """torch.compile each block of actor and critic: a faster update on GPUs after about a minute of compiling."""
     trust_remote_code: bool = False

@@ -5,7 +5,7 @@ Sequence parallel changes no weight: its ranks share a row of tokens (`ulysses.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,14 +38,15 @@ class Spread:
     aligned: bool
 
 
-def checkpoint_blocks(blocks: nn.ModuleList) -> None:
-    """Recompute each block's activations in the backward pass.
+def checkpoint_blocks(blocks: Sequence[nn.Module] | nn.ModuleList, *, keep: int = 0) -> None:
+    """Recompute each block's activations in the backward pass; the last `keep` blocks keep theirs.
 
+    The last ones, since theirs are the first that the backward pass frees, before any block is computed again.
     The blocks' forward is wrapped in place, so that parameter names stay those of the checkpoint files.
     """
     from torch.utils.checkpoint import checkpoint
 
-    for block in blocks:
+    for block in list(blocks)[: max(len(blocks) - keep, 0)]:
         inner = block.forward
 
         def forward(*args: Any, _inner: Callable[..., Any] = inner, **kwargs: Any) -> Any:

@@ -101,7 +101,7 @@ def _update_floor(phase: Phase, place: Placement, shape: ModelShape, kind: Devic
     tokens = size.sequences * size.longest
     flops = linear * tokens + quadratic * tokens * size.longest
     if size.recompute:
-        flops += _flops(shape, size)
+        flops += _flops(shape, size) * max(shape.layers - size.kept_blocks, 0) / shape.layers
     compute = size.epochs * flops / (kind.flops * ranks)
     adam = size.epochs * ADAM_BYTES * shape.num_params / ranks / kind.memory_bytes_per_second
     return Floor(phase=phase, seconds=compute + adam, bound="compute" if compute > adam else "memory")

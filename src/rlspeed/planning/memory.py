@@ -28,7 +28,8 @@ class RunSize:
     """The numbers of a run that memory and time depend on.
 
     element_bytes: of weights and activations (2 for bf16 and fp16, 4 for fp32). micro_tokens: tokens of one
-    micro-batch on one data parallel rank, padding included. longest: tokens of the longest sequence. new_tokens: of
+    micro-batch on one data parallel rank, padding included. recompute: blocks compute their activations again in the
+    backward pass, all but kept_blocks. longest: tokens of the longest sequence. new_tokens: of
     the longest answer.
     sequences: answers in one step over all ranks. concurrent: answers in flight on one rank of the built-in generator.
     """
@@ -47,6 +48,7 @@ class RunSize:
     epochs: int = 1
     reuses_generation: bool = True
     vllm_share: float | None = None
+    kept_blocks: int = 0
     actor_optimizer: str = "adamw"
     critic_optimizer: str = "adamw"
 
@@ -73,7 +75,7 @@ def run_size(profile: Profile, *, element_bytes: int, vllm: bool) -> RunSize:
         new_tokens=min(profile.rollout.max_new_tokens, profile.data.max_length - 1),
         sequences=profile.data.batch_size * profile.rollout.n,
         concurrent=profile.rollout.max_concurrent,
-        recompute=profile.model.activation_checkpointing,
+        recompute=profile.model.activation_checkpointing is not False,
         vllm=vllm,
         hybrid_engine=profile.model.actor.use_3d_hybrid_engine,
         lightweight=profile.model.actor.use_lightweight_sharding_for_generation,
@@ -151,8 +153,8 @@ def layer_activation_bytes(shape: ModelShape, element_bytes: int, *, tp: int = 1
 def activation_bytes(shape: ModelShape, size: RunSize, *, tp: int = 1, sp: int = 1, trains: bool) -> int:
     """Bytes of activations at the peak of a pass over one micro-batch.
 
-    With gradients: everything saved, and the gradients of one MLP while they are computed. Recomputation keeps each
-    block's input and one whole block. Without gradients: the largest block's temporaries.
+    With gradients: everything saved, and the gradients of one MLP while they are computed. Recomputation keeps a
+    block's input and, while one is computed again, one whole block. Without gradients: the largest block's temporaries.
     """
     tokens, e = -(-size.micro_tokens // sp), size.element_bytes
     width, inner = shape.hidden, shape.intermediate // tp
@@ -161,7 +163,8 @@ def activation_bytes(shape: ModelShape, size: RunSize, *, tp: int = 1, sp: int =
     if not trains:
         return tokens * (3 * e * inner + (4 + 2 * e) * width) + tokens * e * width + mask
     layer = layer_activation_bytes(shape, e, tp=tp)
-    kept = shape.layers * e * width + layer if size.recompute else shape.layers * layer
+    again = max(shape.layers - size.kept_blocks, 0) if size.recompute else 0
+    kept = (shape.layers - again) * layer + again * e * width + (layer if again else 0)
     return tokens * (kept + e * (3 * inner + 2 * width)) + around + mask
 
 

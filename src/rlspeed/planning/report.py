@@ -14,8 +14,9 @@ from rlspeed.planning.devices import ALL_ROLES, DeviceMap, Role, build_device_ma
 from rlspeed.planning.fit import Forecast, forecast, memory_faults
 from rlspeed.planning.floor import Floor, floor_times
 from rlspeed.planning.machine import Machine
-from rlspeed.planning.memory import run_size
+from rlspeed.planning.memory import RunSize, run_size
 from rlspeed.planning.probe import read_shape
+from rlspeed.planning.recompute import keep_what_fits
 from rlspeed.planning.reshard import ReshardPlan, plan_reshard
 from rlspeed.planning.shape import ModelShape
 from rlspeed.planning.transition import generation_mesh, received_bytes, training_mesh, transition_requests
@@ -28,7 +29,8 @@ class Report:
     """devices and machine as they were looked at, and what follows.
 
     faults: what has to be mended; memory_faults: devices whose predicted peak does not fit. plan: of the transition,
-    None when no model is known or the map cannot work.
+    None when no model is known or the map cannot work. kept_blocks: with activation_checkpointing: auto, blocks of each
+    model that do not compute their activations again; None without it, or when nothing is known of device or model.
     """
 
     devices: DeviceMap
@@ -41,6 +43,7 @@ class Report:
     received: Mapping[int, int]
     plan: ReshardPlan | None
     vllm: bool
+    kept_blocks: int | None = None
 
     @property
     def problems(self) -> tuple[Fault, ...]:
@@ -103,10 +106,14 @@ def inspect_run(
     forecasts: tuple[Forecast, ...] = ()
     floors: tuple[Floor, ...] = ()
     received: dict[int, int] = {}
-    plan = None
+    plan: ReshardPlan | None = None
+    auto: RunSize | None = None
     if known and profile is not None and not devices.check():
         received, plan = _transition(devices, known, machine)
         size = run_size(profile, element_bytes=element_bytes(profile, machine), vllm=vllm)
+        if profile.model.activation_checkpointing == "auto":
+            auto = keep_what_fits(devices, known, size, machine)
+            size = auto or size
         forecasts = forecast(devices, known, size, machine)
         floors = floor_times(devices, known, size, machine, received)
     return Report(
@@ -120,6 +127,7 @@ def inspect_run(
         received=received,
         plan=plan,
         vllm=vllm,
+        kept_blocks=None if auto is None else auto.kept_blocks,
     )
 
 

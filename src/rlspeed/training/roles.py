@@ -17,8 +17,13 @@ from rlspeed.engine.parallelize import checkpoint_blocks, compile_blocks, full_t
 from rlspeed.engine.precision import Precision
 from rlspeed.engine.world import World
 from rlspeed.models.build import PolicyModel, ValueModel, load_causal_lm
+from rlspeed.planning.probe import probe_machine
+from rlspeed.planning.report import inspect_profile
 from rlspeed.training.clock import UPDATE_RANGE
 from rlspeed.training.optim import MasterAdamW
+
+# more than any model has: nothing is computed again
+MOST_BLOCKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +125,40 @@ class Roles:
     reference: Reference | None
     causal_lm: Any
     attention_reason: str
+    memory_reason: str = ""
 
 
 def actor_waits(profile: Profile) -> int:
     """First steps in which the critic alone learns; the actor's course of the learning rate begins after them."""
     return profile.algorithm.critic_warmup_steps if profile.algorithm.kind == "ppo" else 0
+
+
+def kept_blocks(profile: Profile, world: World) -> tuple[int, str]:
+    """Blocks of each model that keep their activations under activation_checkpointing, the same on all ranks, and why.
+
+    auto: as many as the memory that is free now holds beside everything else of an update.
+    """
+    if profile.model.activation_checkpointing != "auto":
+        return 0, ""
+    found = None
+    if world.device.type == "cuda":
+        found = inspect_profile(profile, probe_machine(), world_size=world.size).kept_blocks
+    numbers = world.gather_objects(found)
+    known = [n for n in numbers if n is not None]
+    if len(known) < len(numbers):
+        what = "a CPU" if world.device.type == "cpu" else "sizes of models or devices that are not known"
+        kept = MOST_BLOCKS if world.device.type == "cpu" else 0
+        return kept, f"activation checkpointing: {'no' if kept else 'every'} block, on {what}"
+    kept = min(known)
+    return kept, f"activation checkpointing: all blocks but {kept} of each model, by the memory that is free"
+
+
+def _attention(profile: Profile, config: Any, precision: Precision, world: World) -> tuple[str, str]:
+    """The kernel of training, and why."""
+    if not profile.model.use_remove_padding:
+        return "sdpa", "padded training (use_remove_padding: false)"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return choose_attention(profile.model.attention, world.device, precision.compute, head_dim)
 
 
 def build_roles(profile: Profile, precision: Precision, world: World, steps: int, updates_per_step: int) -> Roles:
@@ -145,20 +179,15 @@ def build_roles(profile: Profile, precision: Precision, world: World, steps: int
         )
 
     actor_lm = load(model.path)
-    head_dim = getattr(actor_lm.config, "head_dim", None) or (
-        actor_lm.config.hidden_size // actor_lm.config.num_attention_heads
-    )
-    if padded:
-        backend, reason = "sdpa", "padded training (use_remove_padding: false)"
-    else:
-        backend, reason = choose_attention(model.attention, world.device, precision.compute, head_dim)
+    backend, reason = _attention(profile, actor_lm.config, precision, world)
+    kept, memory_reason = kept_blocks(profile, world)
 
     def place(module: Any, *, train: bool) -> Any:
         module = module.to(world.device)
         backbone = module.causal_lm.model if isinstance(module, PolicyModel) else module.backbone
         blocks = backbone.layers
         if train and model.activation_checkpointing:
-            checkpoint_blocks(blocks)
+            checkpoint_blocks(blocks, keep=kept)
         if train and model.compile:
             compile_blocks([*blocks, backbone.norm])
         if world.mesh is not None:
@@ -180,4 +209,11 @@ def build_roles(profile: Profile, precision: Precision, world: World, steps: int
     if profile.algorithm.kl.where != "none":
         frozen = PolicyModel(load(model.reference.path or model.path), backend=backend, padded=padded)
         reference = Reference(place(frozen, train=False), profile.rollout.temperature)
-    return Roles(actor=actor, critic=critic, reference=reference, causal_lm=actor_lm, attention_reason=reason)
+    return Roles(
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        causal_lm=actor_lm,
+        attention_reason=reason,
+        memory_reason=memory_reason,
+    )

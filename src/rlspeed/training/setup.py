@@ -85,6 +85,7 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
     notes = (
         f"{world.size} process(es) on {world.device.type}; {precision.reason}",
         f"attention: {roles.attention_reason}",
+        *([roles.memory_reason] if roles.memory_reason else []),
         *train_table.notes,
         *(val_table.notes if val_table else ()),
     )
