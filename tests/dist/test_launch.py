@@ -137,6 +137,18 @@ def test_sigterm_to_the_launcher_saves_and_leaves_with_0(start) -> None:
     assert list((run.folder / "checkpoints").glob("step_*"))
 
 
+def test_a_rank_without_a_sample_takes_part(start) -> None:
+    """life-16, life-15: one prompt in a step and three in the validation, two ranks: both end, each prompt once."""
+    words = ("run.steps=2", "data.batch_size=1", "algorithm.mini_batch_size=1", "rollout.n=1")
+    run = start("run", *OURS, *words, "data.val_files=quickstart:val", "data.max_val_samples=3")
+    assert run.process.wait(WAIT_SECONDS) == 0, run.text()
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [0, 1, 2, 2]
+    trained = [r for r in rows if "actor/lr" in r]
+    assert [r["tokens/prompt"] for r in trained] == [17.0, 17.0]
+    assert len((run.folder / "validation" / "0.jsonl").read_text().splitlines()) <= 3
+
+
 @pytest.mark.parametrize("moment", ["validation", "training"])
 def test_one_rank_that_is_asked_stops_all(start, moment: str, tmp_path: Path) -> None:
     """life-09: SIGTERM to rank 1 alone, before any step and inside one: all ranks leave together, with one complete

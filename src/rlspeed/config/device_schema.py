@@ -6,6 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+MOST_RANKS = 65536
+"""More than any run has; so a slip of the hand is no list of a billion ranks."""
+
+Position = Annotated[int, Field(lt=MOST_RANKS)]
+Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+
 
 class DeviceSection(BaseModel):
     """Base of the sections of the device mapping."""
@@ -34,7 +40,7 @@ class VLLMConfig(BaseModel):
     )
     __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
 
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    tensor_parallel_size: Degree = 1
     """Devices of one vLLM engine."""
     dtype: str = "auto"
     """Precision of vLLM's weights; auto: the run's."""
@@ -43,7 +49,7 @@ class VLLMConfig(BaseModel):
 class RolePlacement(DeviceSection):
     """Where one role runs."""
 
-    device_mesh: list[int | Literal["cpu"]] | None = None
+    device_mesh: list[Position | Literal["cpu"]] | None = None
     """Positions in CUDA_VISIBLE_DEVICES, or [cpu]; null: all devices of the run."""
     strategy: Literal["fsdp2", "none"] = "fsdp2"
     """How the model is spread over the role's devices."""
@@ -52,9 +58,9 @@ class RolePlacement(DeviceSection):
     """Weights rest in host memory while the role is idle."""
     shares_with: str | None = None
     """Name of a role on the same devices, when that is meant."""
-    sequence_parallel_size: Annotated[int, Field(ge=1)] = 1
+    sequence_parallel_size: Degree = 1
     """Ulysses sequence parallel degree."""
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    tensor_parallel_size: Degree = 1
     """Tensor parallel degree in training."""
 
 

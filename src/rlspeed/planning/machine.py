@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlspeed.config.device_schema import MOST_RANKS
 from rlspeed.errors import ConfigError, Fault
 
 MIB = 1 << 20
@@ -137,7 +138,7 @@ def assume(text: str) -> Machine:
     devices: list[Device] = []
     nodes, faults = 1, []
     for part in re.split(r"\s*[+,]\s*", text.strip()):
-        match = re.fullmatch(r"(?:(\d+)\s*x\s*)?(\d+)\s*x\s*(\S.*)", part, flags=re.IGNORECASE)
+        match = re.fullmatch(r"(?:(\d{1,5})\s*x\s*)?(\d{1,5})\s*x\s*(\S.*)", part, flags=re.IGNORECASE)
         name = kind_name(match[3]) if match else None
         if match is None or name is None:
             fix = "write for instance --assume '8x A100-80GB'"
@@ -153,6 +154,9 @@ def assume(text: str) -> Machine:
             devices.append(
                 Device(entry=entry, name=name, memory_bytes=size, free_bytes=size, capability=kind.capability)
             )
+    if len(devices) * nodes > MOST_RANKS:
+        found = f"{len(devices) * nodes:,} devices"
+        faults.append(Fault(where="--assume", found=found, allowed=f"at most {MOST_RANKS:,}"))
     if faults:
         raise ConfigError(faults)
     return Machine(devices=tuple(devices), assumed=True, nodes=nodes)

@@ -184,13 +184,15 @@ def read_shape(path: str) -> ModelShape | None:
     Raises:
         ConfigError: a config.json that does not describe a model of a known family.
     """
-    text = _config_text(path)
+    try:
+        text = _config_text(path)
+        config = None if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(Fault(where=f"{path}/config.json", found=f"not JSON: {error}")) from error
     if text is None:
         return None
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(Fault(where=f"{path}/config.json", found=f"not JSON: {error}")) from error
+    if not isinstance(config, dict):
+        raise ConfigError(Fault(where=f"{path}/config.json", found=f"a {type(config).__name__}", allowed="an object"))
     return ModelShape.from_config(config, where=f"{path}/config.json")
 
 

@@ -13,6 +13,9 @@ from rlspeed.errors import ConfigError, Fault
 _FAMILIES = {"llama": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
 
 
+_LARGEST = {"num_hidden_layers": 10_000}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightShape:
     """One weight: its checkpoint name, its global shape, and how tensor parallel cuts it.
@@ -64,10 +67,22 @@ class ModelShape:
             known = ", ".join(_FAMILIES)
             raise ConfigError(Fault(where=f"{where}: model_type", found=family, allowed=known))
         needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-        missing = [key for key in needed if not isinstance(config.get(key), int)]
-        if missing:
+        sizes = {key: config.get(key) for key in needed}
+        # null and 0 stand for the default, as in transformers
+        sizes |= {key: config[key] for key in ("num_key_value_heads", "head_dim") if config.get(key)}
+        wrong = [
+            key for key, size in sizes.items() if type(size) is not int or not 0 < size <= _LARGEST.get(key, 1 << 31)
+        ]
+        if wrong:
             raise ConfigError(
-                [Fault(where=f"{where}: {key}", found="missing or not a whole number") for key in missing]
+                [
+                    Fault(
+                        where=f"{where}: {key}",
+                        found="missing or not a whole number" if type(sizes[key]) is not int else str(sizes[key])[:40],
+                        allowed=f"1 to {_LARGEST.get(key, 1 << 31):,}",
+                    )
+                    for key in wrong
+                ]
             )
         bias, norm = _FAMILIES[family]
         heads = int(config["num_attention_heads"])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rlspeed.config.schema import Optimizer
+from rlspeed.engine.packed import pack_sequences
 from rlspeed.engine.world import World
 from rlspeed.errors import ConfigError
 from rlspeed.training import checkpoint
@@ -254,3 +255,19 @@ def test_state_round_trip_has_real_moments() -> None:
     _steps(a, first, 2)
     _steps(b, second, 2)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+
+
+def test_an_update_without_tokens_changes_nothing() -> None:
+    """num-05: neither weights (weight decay would) nor moments nor the learning rate's course; and it says so."""
+    model = _model()
+    optimizer = MasterAdamW(model, Optimizer(lr=1e-2, weight_decay=0.5, warmup_steps=9), total_steps=10)
+    _steps(model, optimizer, 2)
+    role = Trainable(model, optimizer, World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=None))
+    before = {k: v.clone() for k, v in (*model.state_dict().items(), *optimizer.state_tensors().items())}
+    lr, spare = optimizer.lr, pack_sequences([], [])
+    done = role.update([spare], lambda batch: torch.tensor(math.nan, requires_grad=True), global_tokens=0)
+    assert (done.empty, done.grad_norm, optimizer.lr, optimizer.steps_done) == (True, 0.0, lr, 2)
+    after = {**model.state_dict(), **optimizer.state_tensors()}
+    assert all(torch.equal(after[k], v) for k, v in before.items())
+    _steps(model, optimizer, 1)
+    assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
