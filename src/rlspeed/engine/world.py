@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,9 +16,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlspeed.errors import DeviceError, Fault
+from rlspeed.planning.device_rules import fingerprint_faults
 from rlspeed.planning.layout import Mesh
 
 T = TypeVar("T")
+
+# longest wait for all ranks to start, whatever a collective may take later
+START_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +118,16 @@ def start_world(*, use_cpu: bool, hang_timeout_seconds: float) -> World:
     if size == 1:
         return World(rank=0, size=1, local_rank=local_rank, device=device, mesh=None)
     try:
+        wait = min(START_SECONDS, hang_timeout_seconds)
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=wait))))
+        uuid = str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
+        meet(store, rank, size, uuid, wait)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
             timeout=timedelta(seconds=hang_timeout_seconds),
+            store=store,
+            rank=rank,
+            world_size=size,
             device_id=device if cuda else None,
         )
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError) as error:
@@ -126,6 +140,40 @@ def start_world(*, use_cpu: bool, hang_timeout_seconds: float) -> World:
         ) from error
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp_shard",))
     return World(rank=rank, size=size, local_rank=local_rank, device=device, mesh=mesh)
+
+
+def meet(store: dist.Store, rank: int, size: int, uuid: str, seconds: float) -> None:
+    """Before any process group: wait for all ranks, and see that no two took the same GPU (NCCL hangs or fails late).
+
+    uuid: of this rank's GPU, empty on CPU.
+
+    Raises:
+        DeviceError: ranks that did not come in time, or ranks on one GPU; all are named.
+    """
+    store.set(f"rlspeed/{rank}", json.dumps([platform.node(), uuid]))
+    end = time.monotonic() + seconds
+    seen: list[tuple[int, str, str]] = []
+    missing: list[int] = []
+    for other in range(size):
+        try:
+            store.wait([f"rlspeed/{other}"], timedelta(seconds=max(end - time.monotonic(), 0.05)))
+        except RuntimeError:
+            missing.append(other)
+            continue
+        host, gpu = json.loads(store.get(f"rlspeed/{other}"))
+        if gpu:
+            seen.append((other, host, gpu))
+    if missing:
+        names = ", ".join(map(str, missing))
+        found = f"{'rank' if len(missing) == 1 else 'ranks'} {names} of {size} did not start within {seconds:.0f} s"
+        raise DeviceError(
+            Fault(
+                where=f"rank {rank}", found=found, fix="look at their own output; every node starts its share of ranks"
+            )
+        )
+    faults = fingerprint_faults(seen)
+    if faults:
+        raise DeviceError(faults)
 
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from rlspeed.engine.world import start_world
+from rlspeed.engine import world
+from rlspeed.engine.world import meet, start_world
 from rlspeed.errors import DeviceError
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +45,54 @@ def test_a_rank_without_a_device_of_its_own_is_refused(taken: list[int], monkeyp
     with pytest.raises(DeviceError, match="local rank 2: 2 visible"):
         start_world(use_cpu=False, hang_timeout_seconds=10.0)
     assert taken == []
+
+
+def met(uuids: list[str], missing: int | None = None) -> list[str]:
+    """What each rank says after meeting the others, each in a thread of its own."""
+    store, said = dist.HashStore(), [""] * len(uuids)
+
+    def rank(number: int) -> None:
+        try:
+            meet(store, number, len(uuids), uuids[number], 1.0)
+        except DeviceError as error:
+            said[number] = str(error)
+
+    threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(uuids)) if i != missing]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+        assert not thread.is_alive()
+    return said
+
+
+def test_ranks_on_one_gpu_are_named_by_all() -> None:
+    """dev-17, dev-07: other CUDA_VISIBLE_DEVICES in their shells: said before there is a group, not by NCCL."""
+    assert met(["GPU-1", "GPU-2", "GPU-3"]) == ["", "", ""]
+    assert met(["", ""]) == ["", ""]
+    for text in met(["GPU-1", "GPU-2", "GPU-1"]):
+        assert text.startswith("ranks 0, 2: ")
+        assert "GPU-1 of" in text
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    """dev-08: by those that came, after the start's own wait."""
+    first, _, last = met(["", "", ""], missing=1)
+    assert first.startswith("rank 0: rank 1 of 3 did not start within 1 s")
+    assert last.startswith("rank 2: rank 1 of 3 did not start within 1 s")
+
+
+def test_the_start_of_a_run_has_its_own_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dev-08: hang_timeout_seconds is for collectives; a rank that never starts is missed long before."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    monkeypatch.setattr(world, "START_SECONDS", 1.0)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DeviceError, match="rank 0 of 2: the ranks did not meet"):
+        start_world(use_cpu=True, hang_timeout_seconds=600.0)
 
 
 def test_nothing_sets_the_visible_devices() -> None:
