@@ -93,4 +93,4 @@ def importance_weights(
                 where="rollout.correction_lower", found=str(lower), allowed=f"at most correction_threshold {threshold}"
             )
         )
-    return torch.where((ratio >= lower) & (ratio <= threshold), ratio, 0.0)
+    return ratio.masked_fill(~((ratio >= lower) & (ratio <= threshold)), 0.0)

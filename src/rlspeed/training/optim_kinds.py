@@ -190,10 +190,8 @@ def _groups(
 
 
 def _divisor(norm: torch.Tensor, limit: float | None) -> torch.Tensor | None:
-    """What gradients are divided by so that their norm is at most `limit`: 0-d fp32, exactly 1 below it."""
-    if limit is None:
-        return None
-    return torch.where(norm > limit, (norm + 1e-6) / limit, 1.0)
+    """What gradients are divided by so that their norm is at most `limit`: 0-d fp32, 1 below it."""
+    return None if limit is None else ((norm + 1e-6) / limit).clamp(min=1.0)
 
 
 def _set_lr(optimizer: Any, lr: float) -> None:
