@@ -294,6 +294,17 @@ def faults_reference() -> str:
             notes = [f"refused: {table['refused'][fault]}"] if fault in table["refused"] else []
             notes += [f"open: {table['open'][fault]}"] if fault in table["open"] else []
             lines.append(f"| {fault} | {_cell(text)} | {'<br>'.join([*notes, *guards])} |")
+    fuzz = table["fuzz"]
+    lines += [
+        "",
+        "## Fuzz",
+        "",
+        "`tests/fuzz` damages files, configurations and plans: what comes back is a result or an error with exit code",
+    ]
+    lines += ["2, in time and without a half-written file. The test suite tries a few examples of each;"]
+    lines += ["`RLSPEED_FUZZ_SECONDS=600 pytest -n 0 -o timeout=0 tests/fuzz` goes on for ten minutes."]
+    lines += [f"It ran {fuzz['ran']}: {fuzz['examples']}. Found and mended, also in the runs before it:", ""]
+    lines += [f"- {found}" for found in fuzz["found"]]
     return "\n".join(lines) + "\n"
 
 

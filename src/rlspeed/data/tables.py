@@ -124,8 +124,9 @@ def open_parquet(file: DataFile) -> pq.ParquetFile:
         size = file.path.stat().st_size
         if size == 0:
             raise DataError(Fault(where=str(file), found="an empty file (0 bytes)", allowed="a parquet file"))
-        return pq.ParquetFile(file.path, buffer_size=_STREAM_BUFFER_BYTES, pre_buffer=False)
-    except (OSError, pa.ArrowException) as error:
+        handle = pq.ParquetFile(file.path, buffer_size=_STREAM_BUFFER_BYTES, pre_buffer=False)
+        return handle
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # the last: column names
         raise DataError(
             Fault(
                 where=str(file),
@@ -136,10 +137,27 @@ def open_parquet(file: DataFile) -> pq.ParquetFile:
 
 
 def to_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Rows of a chunk's batch as fresh Python dicts, of whichever format."""
+    """Rows of a chunk's batch as fresh Python dicts, of whichever format.
+
+    Raises:
+        DataError: a text column that holds bytes which are no UTF-8.
+    """
     if batch.schema.equals(LINE_SCHEMA):
         return [json.loads(line) for line in batch.column(0).to_pylist()]
-    return list(batch.to_pylist())
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError as error:
+        bad = [name for name, column in zip(batch.schema.names, batch.columns) if not _is_text(column)]
+        fix = "write the file again in UTF-8"
+        raise DataError(Fault(where=f"column {', '.join(bad)}", found=f"no text: {error}", fix=fix)) from error
+
+
+def _is_text(column: pa.Array) -> bool:
+    try:
+        column.to_pylist()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _jsonl_chunks(file: DataFile, log: FaultLog) -> Iterator[Chunk]:
@@ -203,7 +221,7 @@ def _group_batches(file: DataFile, handle: pq.ParquetFile, group: int, names: li
                 if fresh.nbytes > 4 * CHUNK_BYTES and size > 1:
                     size = _rows_per_chunk(fresh.nbytes, fresh.num_rows)
                     break
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             if not isinstance(error, pa.ArrowNotImplementedError) or size <= 1:
                 raise _group_error(file, handle, group, names, error) from error
             size = max(1, size // 8)
@@ -234,7 +252,7 @@ def _group_error(
         try:
             for _ in handle.iter_batches(_PROBE_ROWS, row_groups=[group], columns=[name]):
                 pass
-        except (OSError, pa.ArrowException):
+        except (OSError, pa.ArrowException, UnicodeDecodeError):
             bad.append(name)
     return DataError(
         Fault(

@@ -246,3 +246,21 @@ def test_nested_texts_beyond_two_gib_in_one_row_group(tmp_path):
         assert chunk.batch.nbytes < 4 * tables.CHUNK_BYTES + (1 << 21)
         count += chunk.num_rows
     assert count == 2300
+
+
+def test_a_column_name_that_is_no_text_is_a_data_error(tmp_path, kit):
+    """Found by the fuzz tests: the footer's bytes were changed."""
+    path = kit.write_parquet(tmp_path / "a.parquet", [{"prompt": "a", "qqqqqqqq": 1}])
+    path.write_bytes(path.read_bytes().replace(b"qqqqqqqq", b"qqq\x99qqqq"))
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        open_tables(expand(path, "in"))
+
+
+def test_texts_that_are_no_utf8_name_their_column(tmp_path):
+    """Found by the fuzz tests: arrow reads them, and Python cannot."""
+    path = tmp_path / "a.parquet"
+    table = pa.table({"prompt": ["a"], "note": ["zzzz"]})
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False)
+    path.write_bytes(path.read_bytes().replace(b"zzzz", b"z\xffzz"))
+    with pytest.raises(DataError, match="column note: no text"):
+        read(path)
