@@ -32,7 +32,6 @@ from rlspeed.config.schema import Optimizer
 from rlspeed.engine.attention import choose_attention
 from rlspeed.engine.packed import PackedBatch, pack_sequences
 from rlspeed.engine.parallelize import checkpoint_blocks, compile_blocks
-from rlspeed.engine.world import World
 from rlspeed.models.attention_hook import PACKED_ATTENTION, register_attention
 from rlspeed.models.build import PolicyModel
 from rlspeed.planning.packing import pack
@@ -126,9 +125,8 @@ def make_actor(options: argparse.Namespace, variant: str) -> tuple[Actor, str]:
         compile_blocks([*lm.model.layers, lm.model.norm])
     if "recompute" in variant or padded:
         checkpoint_blocks(lm.model.layers)
-    world = World(rank=0, size=1, local_rank=0, device=device, mesh=None)
     optimizer = MasterAdamW(policy, Optimizer(lr=1e-6, kind=options.optimizer), total_steps=100)
-    return Actor(policy, optimizer, world, 1.0), f"{backend}: {reason}"
+    return Actor(policy, optimizer, 1.0), f"{backend}: {reason}"
 
 
 def make_loss(actor: Actor, counts: loss.GlobalCounts) -> Callable[[PackedBatch], torch.Tensor]:

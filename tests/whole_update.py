@@ -16,6 +16,7 @@ from rlspeed.training import ppo_step
 from rlspeed.training.batches import Answer, build_batches, plan_minibatches
 from rlspeed.training.clock import Clock
 from rlspeed.training.credit import assign_advantages
+from rlspeed.training.grid import make_grid
 from rlspeed.training.metrics import StepMetrics
 from rlspeed.training.roles import Roles, build_roles
 
@@ -29,22 +30,23 @@ class WholeUpdate:
         loaded = load_profile(profile, list(words))
         self.world = World(rank=0, size=1, local_rank=0, device=torch.device(device), mesh=None)
         precision = resolve(loaded.profile.model.model_dtype, self.world.device)
-        self.roles: Roles = build_roles(loaded.profile, precision, self.world, 100, 1)
+        grid = make_grid(loaded.profile, self.world)
+        self.roles: Roles = build_roles(loaded.profile, precision, self.world, grid, 100, 1)
         cfg = loaded.profile.algorithm
         vocabulary = self.roles.causal_lm.config.vocab_size
         self.table, rollouts = make_answers(groups, 2, longest, vocabulary)
         self.plans = plan_minibatches(
             self.table,
-            ranks=1,
+            shares=grid.shares,
             groups_per_minibatch=cfg.mini_batch_size,
             balance=True,
             capacity=loaded.profile.packing.capacity or 4096,
             micro_batch_size=4,
             seed=0,
         )
-        self.per_minibatch = build_batches(self.world, self.table, rollouts, self.plans)
+        self.per_minibatch = build_batches(self.world, self.table, rollouts, self.plans, grid.shares)
         self.parts: Any = SimpleNamespace(
-            profile=loaded.profile, world=self.world, roles=self.roles, clock=Clock(self.world.device)
+            profile=loaded.profile, world=self.world, grid=grid, roles=self.roles, clock=Clock(self.world.device)
         )
         self.metrics = StepMetrics()
 

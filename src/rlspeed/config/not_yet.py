@@ -21,8 +21,8 @@ def cannot_be_done_yet(loaded: LoadedProfile, world_size: int) -> Iterator[Fault
     p = loaded.profile
     found = [*_generation(p)]
     for role, place in roles_in_use(p).items():
-        found.extend(_placement(f"devices.{role}", place, world_size))
-    found.extend(_apart(p, world_size))
+        found.extend(_placement(f"devices.{role}", place))
+    found.extend([*_apart(p, world_size), *_degrees(p), *_untried(p)])
     for key, is_set_to, allowed, fix in found:
         yield Fault(
             where=loaded.where(key),
@@ -61,20 +61,39 @@ def roles_in_use(p: Profile) -> dict[str, RolePlacement]:
     return {role: place for role, place in places.items() if place is not None and has[role]}
 
 
-def _placement(key: str, place: RolePlacement, world_size: int) -> Iterator[Finding]:
-    """Degrees, sharding and offload of one role."""
-    for degree in ("tensor_parallel_size", "sequence_parallel_size"):
-        if getattr(place, degree) > 1:
-            yield f"{key}.{degree}", str(getattr(place, degree)), "1", f"leave {key}.{degree} out"
-    sharding = place.fsdp_config.sharding_strategy
-    if sharding in ("SHARD_GRAD_OP", "HYBRID_SHARD") or (sharding == "NO_SHARD" and world_size > 1):
-        yield f"{key}.fsdp_config.sharding_strategy", sharding, "FULL_SHARD", "take FULL_SHARD"
-    if place.strategy == "none" and world_size > 1:
-        yield f"{key}.strategy", f"none on {world_size} ranks", "fsdp2", "take fsdp2, or one rank"
+def _placement(key: str, place: RolePlacement) -> Iterator[Finding]:
+    """Offload of one role."""
     if place.fsdp_config.cpu_offload:
         yield f"{key}.fsdp_config.cpu_offload", "true", "false", f"leave {key}.fsdp_config.cpu_offload out"
     if place.use_cpu_offload and place.device_mesh != ["cpu"]:
         yield f"{key}.use_cpu_offload", "true", "false, or device_mesh: [cpu]", f"leave {key}.use_cpu_offload out"
+
+
+def _degrees(p: Profile) -> Iterator[Finding]:
+    """Roles that would cut tokens and matrices otherwise than the actor; a reward model is whole on every rank."""
+    places = roles_in_use(p)
+    actor = places.get("actor")
+    for role, place in places.items():
+        for degree in ("tensor_parallel_size", "sequence_parallel_size"):
+            own, actors = getattr(place, degree), getattr(actor, degree, 1)
+            key, wanted = f"devices.{role}.{degree}", 1 if role == "reward_model" else actors
+            if own != wanted:
+                why = "" if role == "reward_model" else f" and the actor's is {actors}"
+                yield key, f"{own}{why}", str(wanted), f"{key}={wanted}"
+
+
+def _untried(p: Profile) -> Iterator[Finding]:
+    """Combinations with tensor and sequence parallel that are not known to work."""
+    actor = p.devices.actor
+    if actor is None:
+        return
+    tp, sp = actor.tensor_parallel_size, actor.sequence_parallel_size
+    if p.model.compile and tp * sp > 1:
+        found = f"true with tensor parallel {tp} x sequence parallel {sp}"
+        yield "model.compile", found, "false, or degrees of 1", "model.compile=false"
+    if sp > 1 and not p.model.use_remove_padding:
+        found = f"{sp} with padded rows"
+        yield "devices.actor.sequence_parallel_size", found, "1, or packed rows", "model.use_remove_padding=true"
 
 
 def _apart(p: Profile, world_size: int) -> Iterator[Finding]:

@@ -16,13 +16,13 @@ def exchange_rows(
     rows: Mapping[int, tuple[Sequence[int], Sequence[float]]],
     lengths: Sequence[tuple[int, int]],
     holders: Sequence[int],
-    targets: Sequence[int],
+    targets: Sequence[Sequence[int]],
 ) -> dict[int, tuple[list[int], list[float]]]:
-    """Send each sequence from the rank that holds it to the rank that trains it.
+    """Send each sequence from the rank that holds it to the ranks that train it.
 
     rows: this rank's sequences by number: token ids and one float per response token.
     lengths: for every sequence of the step, (number of ids, number of floats), the same list on all ranks.
-    holders, targets: for every sequence of the step, the rank it is on and the rank it goes to.
+    holders, targets: for every sequence of the step, the rank it is on and the ranks it goes to.
 
     Returns this rank's sequences by number, each exactly once. What stays is not copied over the wire.
 
@@ -32,14 +32,15 @@ def exchange_rows(
     for number, (ids, floats) in rows.items():
         if (len(ids), len(floats)) != tuple(lengths[number]):
             raise LayoutError(f"sequence {number}: {len(ids)} ids and {len(floats)} floats, planned {lengths[number]}")
-    mine = {n: (list(ids), list(floats)) for n, (ids, floats) in rows.items() if targets[n] == world.rank}
+    mine = {n: (list(ids), list(floats)) for n, (ids, floats) in rows.items() if world.rank in targets[n]}
     if world.size == 1:
         return mine
     outgoing = [
-        [n for n, t in enumerate(targets) if t == r and holders[n] == world.rank != r] for r in range(world.size)
+        [n for n, t in enumerate(targets) if r in t and holders[n] == world.rank != r] for r in range(world.size)
     ]
     incoming = [
-        [n for n, h in enumerate(holders) if h == r and targets[n] == world.rank != r] for r in range(world.size)
+        [n for n, h in enumerate(holders) if h == r != world.rank and world.rank in targets[n]]
+        for r in range(world.size)
     ]
     ids = _swap([[i for n in part for i in rows[n][0]] for part in outgoing], incoming, lengths, 0, torch.int64, world)
     floats = _swap(

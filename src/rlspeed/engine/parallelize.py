@@ -74,19 +74,6 @@ def _policy(compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
     )
 
 
-def shard(
-    model: nn.Module, blocks: nn.ModuleList, mesh: DeviceMesh, *, compute: torch.dtype, reduce: torch.dtype
-) -> None:
-    """FSDP2 over `mesh`: each block is one unit, the rest (embedding, norm, head) is the root's.
-
-    The root stays unsharded between forward and backward, since the head is used outside of any block.
-    """
-    policy = _policy(compute, reduce)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-
-
 def parallelize(
     module: nn.Module,
     mesh: DeviceMesh,
@@ -96,12 +83,17 @@ def parallelize(
     reduce: torch.dtype,
     aligned: bool = False,
     checkpointing: bool = False,
+    kept_blocks: int = 0,
+    compiling: Sequence[nn.Module] = (),
+    keep_gathered: bool = False,
 ) -> Spread:
     """Spread a policy or value model over `mesh`, in place: its forward then takes and returns what it did before.
 
     mesh: axes (dp_shard, sp, tp), with dp_replicate before them for copies; of `world.device_mesh`. rules: of
     `tp_rules.rules_for(module)`. compute, reduce: dtypes of the products and of gradient reductions. aligned: see
-    `fsdp`. checkpointing: recompute each block's activations in the backward pass.
+    `fsdp`. checkpointing: recompute each block's activations in the backward pass, all but the last kept_blocks.
+    compiling: modules to be compiled, one by one. keep_gathered: blocks stay whole between forward and backward: more
+    memory and one gather less (ZeRO-2).
 
     All ranks that differ only in sp and tp are given the same `PackedBatch`, its T a multiple of sp. After backward the
     gradients are the sum over the data parallel ranks: weight the loss by global counts and scale it by nothing.
@@ -118,9 +110,11 @@ def parallelize(
     tp = apply_tensor_parallel(module, rules, mesh["tp"]) if tp_degree > 1 else None
     sp = SequenceParallel.of(mesh["sp"].get_group()) if sp_degree > 1 else None
     if checkpointing:
-        checkpoint_blocks(rules.blocks)
+        checkpoint_blocks(rules.blocks, keep=kept_blocks)
+    if compiling:
+        compile_blocks(compiling)
     if mesh.size() > tp_degree:
-        fsdp(module, mesh, rules, compute=compute, reduce=reduce, aligned=aligned)
+        fsdp(module, mesh, rules, compute=compute, reduce=reduce, aligned=aligned, keep_gathered=keep_gathered)
     rank, count = 0, 1
     for name in ("dp_replicate", "dp_shard"):
         if name in size:
@@ -138,8 +132,12 @@ def fsdp(
     compute: torch.dtype,
     reduce: torch.dtype,
     aligned: bool,
+    keep_gathered: bool = False,
 ) -> None:
     """FSDP2 over the axes dp_shard and sp (copies over dp_replicate); gradients are summed, not averaged.
+
+    Each block is one unit, the rest (embedding, norm, head) is the root's, which stays gathered between forward and
+    backward: the head is used outside of any block. keep_gathered: blocks do, too.
 
     aligned: matrices that tensor parallel cuts (or would cut) by rows are cut along dimension 1, so that a rank's shard
     is its slice under tensor parallel over the same ranks; norms (a few kilobytes) and a value head stay whole, their
@@ -162,12 +160,19 @@ def fsdp(
             mesh=over,
             mp_policy=policy,
             shard_placement_fn=placement,
-            reshard_after_forward=unit is not module,
+            reshard_after_forward=unit is not module and not keep_gathered,
             ignored_params=whole or None,
         )
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def rest(module: nn.Module) -> None:
+    """Leave FSDP2's shards alone as the module's parameters, its gathered copies freed."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,11 @@ class World:
     group: dist.ProcessGroup | None = None
 
     @property
+    def members(self) -> dist.ProcessGroup | None:
+        """The process group of these ranks; None in a world of one."""
+        return None if self.size == 1 else self.group or dist.group.WORLD
+
+    @property
     def is_main(self) -> bool:
         """True on the rank that prints and writes files."""
         return self.rank == 0

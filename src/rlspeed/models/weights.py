@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from rlspeed.engine.parallelize import rest
 from rlspeed.errors import Fault, LayoutError
 from rlspeed.planning.layout import Mesh, Region
 from rlspeed.planning.reshard import DTYPE_BYTES, TensorRequest
@@ -62,9 +62,7 @@ def live_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Tied weights come once, under the first of their names.
     """
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    rest(module)
     return {checkpoint_name(name): parameter for name, parameter in module.named_parameters()}
 
 

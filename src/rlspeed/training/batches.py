@@ -47,8 +47,8 @@ class Answer:
 class MiniBatch:
     """Sequences of one optimizer step and where they train.
 
-    targets: for each sequence number in it, the rank. bins[rank]: sequence numbers of each bin; all ranks have equally
-    many bins.
+    targets: for each sequence number in it, the share of the data. bins[share]: sequence numbers of each bin; all
+    shares have equally many bins.
     """
 
     numbers: tuple[int, ...]
@@ -65,19 +65,21 @@ def gather_table(world: World, mine: Sequence[Answer]) -> list[Answer]:
 def plan_minibatches(
     table: Sequence[Answer],
     *,
-    ranks: int,
+    shares: Sequence[Sequence[int]],
     groups_per_minibatch: int | None,
     balance: bool,
     capacity: int | None,
     micro_batch_size: int,
     seed: int,
 ) -> list[MiniBatch]:
-    """Cut the step into optimizer steps, deal each one's sequences to ranks and fill bins.
+    """Cut the step into optimizer steps, deal each one's sequences to the shares and fill bins.
 
-    groups_per_minibatch: prompts per optimizer step, None for all. balance: deal by cost; otherwise a sequence stays on
-    the rank that holds it. capacity: tokens per bin; None means padded training with `micro_batch_size` sequences per
-    micro-batch. seed: order of the prompts when there are several mini-batches.
+    shares: ranks of each share of the data (`Grid.shares`). groups_per_minibatch: prompts per optimizer step, None for
+    all. balance: deal by cost; otherwise a sequence stays in the share of the rank that holds it. capacity: tokens per
+    bin; None means padded training with `micro_batch_size` sequences per micro-batch. seed: order of the prompts when
+    there are several mini-batches.
     """
+    share_of = {rank: share for share, ranks in enumerate(shares) for rank in ranks}
     groups = sorted({a.group for a in table})
     size = groups_per_minibatch or len(groups)
     if size < len(groups):
@@ -88,18 +90,19 @@ def plan_minibatches(
         numbers = tuple(i for i, a in enumerate(table) if a.group in chosen)
         lengths = [table[i].tokens for i in numbers]
         if balance:
-            shares = deal(lengths, ranks)
+            dealt = deal(lengths, len(shares))
         else:
-            shares = tuple(tuple(j for j, i in enumerate(numbers) if table[i].holder == r) for r in range(ranks))
+            homes = [share_of[table[i].holder] for i in numbers]
+            dealt = tuple(tuple(j for j, home in enumerate(homes) if home == s) for s in range(len(shares)))
         bins = [
             _bins([numbers[j] for j in share], [lengths[j] for j in share], capacity, micro_batch_size)
-            for share in shares
+            for share in dealt
         ]
         most = max(len(b) for b in bins)
         plans.append(
             MiniBatch(
                 numbers=numbers,
-                targets={numbers[j]: rank for rank, share in enumerate(shares) for j in share},
+                targets={numbers[j]: number for number, share in enumerate(dealt) for j in share},
                 bins=tuple(tuple(b) + ((),) * (most - len(b)) for b in bins),
             )
         )
@@ -107,7 +110,7 @@ def plan_minibatches(
 
 
 def _bins(numbers: list[int], lengths: list[int], capacity: int | None, micro_batch_size: int) -> list[tuple[int, ...]]:
-    """Bins of one rank: packed by tokens, or `micro_batch_size` sequences each in padded training."""
+    """Bins of one share: packed by tokens, or `micro_batch_size` sequences each in padded training."""
     if not numbers:
         return []
     if capacity is None:
@@ -116,11 +119,18 @@ def _bins(numbers: list[int], lengths: list[int], capacity: int | None, micro_ba
 
 
 def build_batches(
-    world: World, table: Sequence[Answer], rollouts: dict[int, Rollout], plans: Sequence[MiniBatch]
+    world: World,
+    table: Sequence[Answer],
+    rollouts: dict[int, Rollout],
+    plans: Sequence[MiniBatch],
+    shares: Sequence[Sequence[int]],
+    *,
+    multiple: int = 1,
 ) -> list[list[PackedBatch]]:
     """Exchange the sequences and lay this rank's bins out, per mini-batch; stream `rollout_logprobs` comes along.
 
-    rollouts: this rank's answers by sequence number. A spare bin (none of its own sequences) is one masked token.
+    rollouts: this rank's answers by sequence number. shares: ranks of each share; all of them get the share's bins.
+    multiple: rows are filled up to a multiple of it. A spare bin (none of its own sequences) is masked tokens.
     """
     targets = {n: r for plan in plans for n, r in plan.targets.items()}
     rows = {n: (r.prompt_ids + r.response_ids, r.logprobs) for n, r in rollouts.items()}
@@ -129,13 +139,16 @@ def build_batches(
         rows,
         [(a.tokens, a.response_tokens) for a in table],
         [a.holder for a in table],
-        [targets[n] for n in range(len(table))],
+        [shares[targets[n]] for n in range(len(table))],
     )
-    return [[_packed(table, held, numbers).to(world.device) for numbers in plan.bins[world.rank]] for plan in plans]
+    share = next(i for i, ranks in enumerate(shares) if world.rank in ranks)
+    return [
+        [_packed(table, held, numbers, multiple).to(world.device) for numbers in plan.bins[share]] for plan in plans
+    ]
 
 
 def _packed(
-    table: Sequence[Answer], held: dict[int, tuple[list[int], list[float]]], numbers: Sequence[int]
+    table: Sequence[Answer], held: dict[int, tuple[list[int], list[float]]], numbers: Sequence[int], multiple: int
 ) -> PackedBatch:
     """One bin with the generator's log-probs beside the tokens."""
     batch = pack_sequences(
@@ -143,6 +156,7 @@ def _packed(
         [table[n].prompt_tokens for n in numbers],
         sequence_ids=numbers,
         trains=[table[n].trains for n in numbers],
+        multiple=multiple,
     )
     flat = [x for n in numbers if table[n].trains for x in held[n][1]]
     batch.put("rollout_logprobs", torch.tensor(flat, dtype=torch.float32))

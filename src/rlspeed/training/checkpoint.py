@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rlspeed.engine.parallelize import rest
 from rlspeed.engine.world import World
 from rlspeed.errors import Fault, RunError
 from rlspeed.training.roles import Trainable
@@ -187,6 +188,7 @@ def load(folder: Path, world: World, roles: Mapping[str, Trainable]) -> Progress
 
 def _tensors(role: Trainable) -> dict[str, Any]:
     """All tensors of a role by flat name; the live ones, so that loading writes into them."""
+    rest(role.model)
     out: dict[str, Any] = {f"model.{n}": p.detach() for n, p in role.model.named_parameters()}
     out.update({f"optim.{n}": t for n, t in role.optimizer.state_tensors().items()})
     return out

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from rlspeed.engine.packed import PackedBatch, pack_sequences
+from rlspeed.engine.packed import pack_sequences
 from rlspeed.engine.precision import Precision
 from rlspeed.engine.world import World
 from rlspeed.errors import Fault, RunError
@@ -24,17 +24,29 @@ NUM_TOKENS = 8
 
 
 def check_layout(
-    actor: Actor, sequences: Sequence[Sequence[int]], precision: Precision, world: World, model: str
+    actor: Actor,
+    sequences: Sequence[Sequence[int]],
+    precision: Precision,
+    world: World,
+    model: str,
+    *,
+    multiple: int = 1,
 ) -> float:
     """Compare log-probs of `sequences` packed together and alone, and look for a leak from the first into the second.
 
-    Returns the mean absolute difference.
+    multiple: packed rows are filled up to a multiple of it. Returns the mean absolute difference.
 
     Raises:
         RunError: they differ by more than TOLERANCE, or changing the first sequence moves the others at all.
     """
-    together = _logprobs(actor, sequences, world)
-    alone = torch.cat([_logprobs(actor, [s], world) for s in sequences])
+
+    def logprobs(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Of all but the first token of each sequence, on CPU."""
+        batch = pack_sequences(rows, [1] * len(rows), multiple=multiple)
+        return actor.logprobs(batch.to(world.device)).float().cpu()
+
+    together = logprobs(sequences)
+    alone = torch.cat([logprobs([s]) for s in sequences])
     gap = float((together - alone).abs().mean())
     limit = TOLERANCE[precision.compute]
     if not gap <= limit:
@@ -50,7 +62,7 @@ def check_layout(
     vocabulary = int(max(max(s) for s in sequences)) + 1
     changed = [[(t + 1) % vocabulary for t in sequences[0]], *sequences[1:]]
     first = len(sequences[0]) - 1
-    leak = float((_logprobs(actor, changed, world)[first:] - together[first:]).abs().max())
+    leak = float((logprobs(changed)[first:] - together[first:]).abs().max())
     if leak > 1e-6:
         raise RunError(
             Fault(
@@ -70,9 +82,13 @@ def check_generator(
     world: World,
     limit: float,
     limits: SamplingParams,
+    *,
+    multiple: int = 1,
 ) -> float:
     """Sample a few tokens and compare the generator's log-probs with the trainer's; returns the mean absolute
     difference.
+
+    All ranks look at rank 0's answers: those of a share have to compute the same rows.
 
     Raises:
         RunError: the mean difference is above `limit`.
@@ -83,8 +99,10 @@ def check_generator(
         stop_token_ids=limits.stop_token_ids,
     )
     requests = [Prompt(prompt_id=i, sample_id=0, token_ids=tuple(p), seed=i) for i, p in enumerate(prompts)]
-    rollouts = generator.generate(requests, sampling)
-    batch = pack_sequences([r.prompt_ids + r.response_ids for r in rollouts], [len(r.prompt_ids) for r in rollouts])
+    rollouts = world.broadcast_object(generator.generate(requests, sampling))
+    batch = pack_sequences(
+        [r.prompt_ids + r.response_ids for r in rollouts], [len(r.prompt_ids) for r in rollouts], multiple=multiple
+    )
     trainer = actor.logprobs(batch.to(world.device)).cpu()
     sampled = torch.tensor([x for r in rollouts for x in r.logprobs])
     gap = float((trainer - sampled).abs().mean())
@@ -121,12 +139,6 @@ def check_gap(values: Mapping[str, float], step: int, limit: float) -> None:
             "the last checkpoint is from before this step",
         )
     )
-
-
-def _logprobs(actor: Actor, sequences: Sequence[Sequence[int]], world: World) -> torch.Tensor:
-    """Log-probs of all but the first token of each sequence, on CPU."""
-    batch: PackedBatch = pack_sequences(sequences, [1] * len(sequences))
-    return actor.logprobs(batch.to(world.device)).float().cpu()
 
 
 def sample_sequences(prompts: Sequence[Sequence[int]], length: int = 48) -> list[list[int]]:

@@ -51,6 +51,7 @@ class DeviceAdamW:
 
     def step(self, norm: torch.Tensor, lr: float) -> bool:
         """See `Inner`."""
+        counted = []
         for master, part in zip(self.masters, self.parts):
             if part is master:
                 continue
@@ -59,11 +60,15 @@ class DeviceAdamW:
             if grad is not None and isinstance(master, DTensor) and grad.placements != master.placements:  # type: ignore[attr-defined]
                 grad = grad.redistribute(placements=master.placements)  # type: ignore[attr-defined]
             part.grad = None if grad is None or part.numel() == 0 else _local(grad)
+            if grad is not None and part.numel() == 0:
+                counted.append(part)
         # the kernel divides gradients by the one and leaves everything as it is when the other is 1
         self.adamw.grad_scale = _divisor(norm, self.limit)
         self.adamw.found_inf = norm.isfinite().logical_not().float()
         _set_lr(self.adamw, lr)
         self.adamw.step()
+        for part in counted:  # ranks count alike: a checkpoint keeps one rank's count for all
+            _adam_state(self.adamw, part)["step"].add_(1.0 - self.adamw.found_inf)
         for part in self.parts:
             part.grad = None
         return True

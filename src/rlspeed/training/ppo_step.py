@@ -19,6 +19,7 @@ from rlspeed.training.batches import Answer, MiniBatch, build_batches, gather_ta
 from rlspeed.training.clock import Clock
 from rlspeed.training.collect import Collected, Collector
 from rlspeed.training.credit import assign_advantages, leave_out
+from rlspeed.training.grid import Grid
 from rlspeed.training.metrics import StepMetrics
 from rlspeed.training.roles import Roles, Updated, actor_waits
 from rlspeed.training.seeds import seed_of
@@ -40,6 +41,7 @@ class Parts:
 
     profile: Profile
     world: World
+    grid: Grid
     roles: Roles
     collector: Collector
     train_table: PromptTable
@@ -69,7 +71,7 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
     Raises:
         StopRequested: a stop was asked for before the update began.
     """
-    cfg, world, clock = parts.profile, parts.world, parts.clock
+    cfg, world, grid, clock = parts.profile, parts.world, parts.grid, parts.clock
     with clock.phase("gen"):
         collected = parts.collector.generate(
             parts.train_table, rows, n=cfg.rollout.n, sampling=parts.collector.sampling, stream=step
@@ -82,24 +84,25 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
     record_parts(metrics, collected.scores.values())
     plans = plan_minibatches(
         table,
-        ranks=world.size,
+        shares=grid.shares,
         groups_per_minibatch=cfg.algorithm.mini_batch_size,
         balance=cfg.data.balance_dp_token,
         capacity=parts.capacity if cfg.model.use_remove_padding else None,
         micro_batch_size=cfg.packing.micro_batch_size,
         seed=seed_of(cfg.run.seed, step),
     )
-    record_sizes(metrics, table, plans, world, padded=not cfg.model.use_remove_padding)
+    shared = metrics if grid.leads else StepMetrics()  # what all ranks of a share see is counted once
+    record_sizes(shared, table, plans, grid, padded=not cfg.model.use_remove_padding)
     mine = {i: collected.rollouts[(a.group, a.sample_id)] for i, a in enumerate(table) if a.holder == world.rank}
-    per_minibatch = build_batches(world, table, mine, plans)
+    per_minibatch = build_batches(world, table, mine, plans, grid.shares, multiple=grid.sp)
     batches = [b for part in per_minibatch for b in part]
     _score(parts, batches, plans)
     with clock.phase("adv"):
         mean_kl = _mean_kl(parts, batches)
-        assign_advantages(batches, table, cfg.algorithm, kl_coef, world)
-        record_streams(metrics, batches)
+        assign_advantages(batches, table, cfg.algorithm, kl_coef, grid.data)
+        record_streams(shared, batches)
     parts.stop.agree()
-    _update(parts, step, table, plans, per_minibatch, kl_coef, metrics)
+    _update(parts, step, table, plans, per_minibatch, kl_coef, shared)
     with clock.phase("update_weights"):
         parts.collector.generator.load(None, parts.collector.generator.version + 1)
     _record_run(parts, batches, mean_kl, kl_coef, metrics)
@@ -118,7 +121,7 @@ def _record_run(
         metrics.add("actor/kl_coef", kl_coef)
     metrics.add("rollout_corr/policy_version", float(parts.collector.generator.version - 1))
     if parts.roles.critic is not None:
-        explained = explained_variance(batches, parts.world)
+        explained = explained_variance(batches, parts.grid.data)
         if explained is not None:
             metrics.add("critic/vf_explained_var", explained)
 
@@ -159,7 +162,7 @@ def _mean_kl(parts: Parts, batches: Sequence[PackedBatch]) -> float:
         values = kl.estimate(batch.get("old_logprobs"), batch.get("ref_logprobs"), cfg.kl.estimator)
         total += float(segments.segment_mean(values, ids, batch.num_sequences).double().sum())
         count += float((segments.segment_lengths(ids, batch.num_sequences) > 0).sum())
-    total, count = parts.world.sum([total, count])
+    total, count = parts.grid.data.sum([total, count])
     return total / max(count, 1.0)
 
 

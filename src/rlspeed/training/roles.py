@@ -13,14 +13,17 @@ from torch.profiler import record_function
 from rlspeed.config.schema import Optimizer, Profile
 from rlspeed.engine.attention import choose_attention
 from rlspeed.engine.packed import PackedBatch
-from rlspeed.engine.parallelize import checkpoint_blocks, compile_blocks, full_tensor, shard
+from rlspeed.engine.parallelize import full_tensor
 from rlspeed.engine.precision import Precision
 from rlspeed.engine.world import World
-from rlspeed.models.build import PolicyModel, ValueModel, load_causal_lm
+from rlspeed.models.build import PolicyModel, ValueModel, load_model_config
+from rlspeed.planning.devices import Role
 from rlspeed.planning.probe import probe_machine
 from rlspeed.planning.report import inspect_profile
 from rlspeed.training.clock import UPDATE_RANGE
+from rlspeed.training.grid import Grid
 from rlspeed.training.optim import MasterAdamW
+from rlspeed.training.place import Placing
 
 # more than any model has: nothing is computed again
 MOST_BLOCKS = 1 << 20
@@ -40,10 +43,9 @@ class Updated:
 class Trainable:
     """A model with its optimizer; the base of actor and critic is this one method, not a class tree."""
 
-    def __init__(self, model: nn.Module, optimizer: MasterAdamW, world: World) -> None:
+    def __init__(self, model: nn.Module, optimizer: MasterAdamW) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.world = world
 
     def update(
         self, batches: Sequence[PackedBatch], loss_of: Callable[[PackedBatch], torch.Tensor], *, global_tokens: int
@@ -60,8 +62,8 @@ class Trainable:
             return Updated(grad_norm=0.0, lr=lr, empty=True)
         for batch in batches:
             with record_function(f"{UPDATE_RANGE}forward"):
-                # FSDP2 averages gradients over ranks; times the number of ranks makes it the sum
-                loss = loss_of(batch) * (self.world.size * self.optimizer.scale.value)
+                # `parallelize` sums gradients over ranks: the loss is weighted by global counts and by nothing else
+                loss = loss_of(batch) * self.optimizer.scale.value
             with record_function(f"{UPDATE_RANGE}backward"):
                 loss.backward()
         with record_function(f"{UPDATE_RANGE}optimizer"):
@@ -72,8 +74,8 @@ class Trainable:
 class Actor(Trainable):
     """The policy: log-probs, updates, and its weights for a generator."""
 
-    def __init__(self, model: PolicyModel, optimizer: MasterAdamW, world: World, temperature: float) -> None:
-        super().__init__(model, optimizer, world)
+    def __init__(self, model: PolicyModel, optimizer: MasterAdamW, temperature: float) -> None:
+        super().__init__(model, optimizer)
         self.temperature = temperature
 
     def forward(self, batch: PackedBatch, *, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -161,59 +163,44 @@ def _attention(profile: Profile, config: Any, precision: Precision, world: World
     return choose_attention(profile.model.attention, world.device, precision.compute, head_dim)
 
 
-def build_roles(profile: Profile, precision: Precision, world: World, steps: int, updates_per_step: int) -> Roles:
-    """Load, place and shard the models that the algorithm needs; each of `steps` has updates_per_step updates."""
-    model = profile.model
+def build_roles(
+    profile: Profile, precision: Precision, world: World, grid: Grid, steps: int, updates_per_step: int
+) -> Roles:
+    """Load and spread the models that the algorithm needs; each of `steps` has updates_per_step updates.
+
+    Every rank calls it.
+    """
+    model, optim = profile.model, profile.optim
     padded = not model.use_remove_padding
+    config = load_model_config(model.path, trust_remote_code=model.trust_remote_code)
+    backend, reason = _attention(profile, config, precision, world)
+    kept, memory_reason = kept_blocks(profile, world)
+    placing = Placing(profile=profile, precision=precision, world=world, grid=grid, kept_blocks=kept)
 
     def optimizer(module: Any, cfg: Optimizer, learns: int) -> MasterAdamW:
         scaled = precision.needs_loss_scaling
         return MasterAdamW(module, cfg, total_steps=learns * updates_per_step, loss_scaling=scaled)
 
-    def load(path: str) -> Any:
-        return load_causal_lm(
-            path,
-            dtype=precision.compute,
-            attention="sdpa" if padded else "packed",
-            trust_remote_code=model.trust_remote_code,
-        )
+    def policy(lm: Any) -> PolicyModel:
+        return PolicyModel(lm, backend=backend, padded=padded)
 
-    actor_lm = load(model.path)
-    backend, reason = _attention(profile, actor_lm.config, precision, world)
-    kept, memory_reason = kept_blocks(profile, world)
+    def value(lm: Any) -> ValueModel:
+        return ValueModel(lm, backend=backend, padded=padded)
 
-    def place(module: Any, *, train: bool) -> Any:
-        module = module.to(world.device)
-        backbone = module.causal_lm.model if isinstance(module, PolicyModel) else module.backbone
-        blocks = backbone.layers
-        if train and model.activation_checkpointing:
-            checkpoint_blocks(blocks, keep=kept)
-        if train and model.compile:
-            compile_blocks([*blocks, backbone.norm])
-        if world.mesh is not None:
-            shard(module, blocks, world.mesh, compute=precision.compute, reduce=precision.reduce)
-        module.train(train)
-        return module.requires_grad_(train)
-
-    policy = place(PolicyModel(actor_lm, backend=backend, padded=padded), train=True)
-    actor = Actor(
-        policy,
-        optimizer(policy, profile.optim.actor, steps - actor_waits(profile)),
-        world,
-        profile.rollout.temperature,
-    )
+    own = placing.model(Role.ACTOR, model.path, policy, train=True)
+    actor = Actor(own, optimizer(own, optim.actor, steps - actor_waits(profile)), profile.rollout.temperature)
     critic = reference = None
     if profile.algorithm.kind == "ppo":
-        value = place(ValueModel(load(model.critic.path or model.path), backend=backend, padded=padded), train=True)
-        critic = Critic(value, optimizer(value, profile.optim.critic, steps), world)
+        judge = placing.model(Role.CRITIC, model.critic.path or model.path, value, train=True)
+        critic = Critic(judge, optimizer(judge, optim.critic, steps))
     if profile.algorithm.kl.where != "none":
-        frozen = PolicyModel(load(model.reference.path or model.path), backend=backend, padded=padded)
-        reference = Reference(place(frozen, train=False), profile.rollout.temperature)
+        frozen = placing.model(Role.REFERENCE, model.reference.path or model.path, policy, train=False)
+        reference = Reference(frozen, profile.rollout.temperature)
     return Roles(
         actor=actor,
         critic=critic,
         reference=reference,
-        causal_lm=actor_lm,
+        causal_lm=own.causal_lm,
         attention_reason=reason,
         memory_reason=memory_reason,
     )

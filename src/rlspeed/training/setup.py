@@ -22,6 +22,7 @@ from rlspeed.rollout.types import SamplingParams
 from rlspeed.training.checks import check_generator, check_layout, sample_sequences
 from rlspeed.training.clock import Clock
 from rlspeed.training.collect import Collector
+from rlspeed.training.grid import Grid, make_grid
 from rlspeed.training.ppo_step import Parts
 from rlspeed.training.roles import Roles, build_roles
 from rlspeed.training.stop import StopFlag
@@ -61,7 +62,8 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
     batch = min(profile.data.batch_size, len(train_table))
     total_steps = profile.run.steps or max(1, math.ceil(profile.run.epochs * len(train_table) / batch))
     per_step = profile.algorithm.epochs * math.ceil(batch / (profile.algorithm.mini_batch_size or batch))
-    roles = build_roles(profile, precision, world, total_steps, per_step)
+    grid = make_grid(profile, world)
+    roles = build_roles(profile, precision, world, grid, total_steps, per_step)
     collector = Collector(
         profile=profile,
         world=world,
@@ -75,15 +77,16 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
     parts = Parts(
         profile=profile,
         world=world,
+        grid=grid,
         roles=roles,
         collector=collector,
         train_table=train_table,
         clock=clock,
         stop=stop,
-        capacity=profile.packing.capacity or max(4096, profile.data.max_length),
+        capacity=profile.packing.capacity or -(-max(4096, profile.data.max_length) // grid.sp) * grid.sp,
     )
     notes = (
-        f"{world.size} process(es) on {world.device.type}; {precision.reason}",
+        f"{world.size} process(es) on {world.device.type}{_degrees(grid)}; {precision.reason}",
         f"attention: {roles.attention_reason}",
         *([roles.memory_reason] if roles.memory_reason else []),
         *train_table.notes,
@@ -99,6 +102,14 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
         precision=precision,
         notes=notes,
     )
+
+
+def _degrees(grid: Grid) -> str:
+    """How the models are spread, in the words of the mapping."""
+    place = grid.actor
+    sizes = {"copies": place.replicas, "data": place.dp // place.replicas, "sequence": place.sp, "tensor": place.tp}
+    said = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return f", {' x '.join(said)} parallel" if said else ""
 
 
 def _sampling(profile: Profile, roles: Roles, tokenizer: Any) -> SamplingParams:
@@ -145,7 +156,12 @@ def startup_checks(setup: Setup) -> list[str]:
     parts = setup.parts
     prompts = [setup.train_table[i].token_ids for i in range(min(4, len(setup.train_table)))]
     gap = check_layout(
-        parts.roles.actor, sample_sequences(prompts), setup.precision, parts.world, parts.profile.model.path
+        parts.roles.actor,
+        sample_sequences(prompts),
+        setup.precision,
+        parts.world,
+        parts.profile.model.path,
+        multiple=parts.grid.sp,
     )
     form = "packed" if parts.profile.model.use_remove_padding else "padded"
     notes = [f"checked: {form} = one by one (mean difference {gap:.1e})"]
@@ -156,5 +172,6 @@ def startup_checks(setup: Setup) -> list[str]:
         parts.world,
         parts.profile.rollout.parity_tolerance,
         parts.collector.sampling,
+        multiple=parts.grid.sp,
     )
     return [*notes, f"checked: generator = trainer log-probs (mean difference {gap:.1e})"]

@@ -13,6 +13,7 @@ from rlspeed.rewards.types import Score
 from rlspeed.rollout.stats import GenerationStats
 from rlspeed.training.batches import Answer, MiniBatch
 from rlspeed.training.credit import informative_groups
+from rlspeed.training.grid import Grid
 from rlspeed.training.metrics import StepMetrics, seqlen_balance
 
 
@@ -52,14 +53,14 @@ def record_groups(metrics: StepMetrics, table: Sequence[Answer]) -> None:
 
 
 def record_sizes(
-    metrics: StepMetrics, table: Sequence[Answer], plans: Sequence[MiniBatch], world: World, *, padded: bool
+    metrics: StepMetrics, table: Sequence[Answer], plans: Sequence[MiniBatch], grid: Grid, *, padded: bool
 ) -> None:
-    """Loads of the ranks before and after balancing, and padding tokens of padded training."""
-    before = [sum(a.tokens for a in table if a.holder == r) for r in range(world.size)]
-    after = [sum(table[n].tokens for p in plans for b in p.bins[r] for n in b) for r in range(world.size)]
+    """Loads of the shares of the data before and after balancing, and padding tokens of padded training."""
+    before = [sum(a.tokens for a in table if a.holder in ranks) for ranks in grid.shares]
+    after = [sum(table[n].tokens for p in plans for b in p.bins[s] for n in b) for s in range(len(grid.shares))]
     for name, value in seqlen_balance(before, after).items():
         metrics.add(name, value)
-    bins = [b for p in plans for b in p.bins[world.rank] if b]
+    bins = [b for p in plans for b in p.bins[grid.share] if b]
     waste = (
         sum(len(b) * max(table[n].tokens for n in b) - sum(table[n].tokens for n in b) for b in bins) if padded else 0
     )

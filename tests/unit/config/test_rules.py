@@ -201,15 +201,8 @@ def test_what_a_profile_sets_may_lose_its_effect() -> None:
         ),
         ("model.actor.enable_auto_repartition_for_training=false", "model.actor.enable_auto_repartition_for_training"),
         ("devices.actor.use_vllm=true", "devices.actor.use_vllm"),
-        ("devices.actor.tensor_parallel_size=2", "devices.actor.tensor_parallel_size"),
         ("devices.critic.sequence_parallel_size=2", "devices.critic.sequence_parallel_size"),
         ("devices.critic.fsdp_config.cpu_offload=true", "devices.critic.fsdp_config.cpu_offload"),
-        (
-            "devices.actor.fsdp_config.sharding_strategy=SHARD_GRAD_OP",
-            "devices.actor.fsdp_config.sharding_strategy",
-        ),
-        ("devices.actor.fsdp_config.sharding_strategy=NO_SHARD", "devices.actor.fsdp_config.sharding_strategy"),
-        ("devices.actor.strategy=none", "devices.actor.strategy"),
         ("devices.critic.use_cpu_offload=true", "devices.critic.use_cpu_offload"),
         ("devices.critic.device_mesh=[1]", "devices.critic.device_mesh"),
         ("devices.critic.device_mesh=[cpu]", "devices.critic.device_mesh"),
@@ -223,8 +216,28 @@ def test_what_cannot_be_done_yet_is_refused_and_never_ignored(word: str, key: st
     assert fault.fix
 
 
+def test_degrees_that_do_not_go_together_are_refused() -> None:
+    """Roles share rows and ranks, so they are cut alike; a reward model is whole on every rank."""
+    tp, sp = "devices.actor.tensor_parallel_size=2", "devices.actor.sequence_parallel_size=2"
+    (fault,) = found(tp, "devices.critic.strategy=fsdp2", world_size=2)
+    assert fault.found.startswith("devices.critic.tensor_parallel_size is 1 and the actor's is 2")
+    assert fault.fix == "devices.critic.tensor_parallel_size=2"
+    assert found(tp, "devices.critic.tensor_parallel_size=2", world_size=2) == []
+    (fault,) = found("reward.model.path=x", "devices.reward_model.tensor_parallel_size=2", world_size=2)
+    assert fault.allowed == "1"
+    (fault,) = found(tp, "model.compile=true", world_size=2)
+    assert fault.found.startswith("model.compile is true with tensor parallel 2")
+    (fault,) = found(sp, "model.use_remove_padding=false", world_size=2)
+    assert fault.found.startswith("devices.actor.sequence_parallel_size is 2 with padded rows")
+    assert found(tp, "model.use_remove_padding=false", world_size=2) == []
+
+
 def test_what_can_be_done_is_not_refused() -> None:
-    assert found("devices.actor.strategy=none", "devices.actor.fsdp_config.sharding_strategy=NO_SHARD") == []
+    strategy = "devices.actor.fsdp_config.sharding_strategy"
+    for value in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"):
+        assert found(f"{strategy}={value}", world_size=2) == []
+    degrees = ("devices.actor.tensor_parallel_size=2", "devices.actor.sequence_parallel_size=2")
+    assert found("devices.actor.strategy=none", *degrees, world_size=8) == []
     both = ("devices.actor.device_mesh=[0, 1]", "devices.critic.device_mesh=[1, 0]")
     assert found(*both, world_size=2) == []
     model = "reward.model.path=x"

@@ -44,7 +44,7 @@ def test_each_answer_trains_once(ranks: int, capacity: int | None, balance: bool
         ]
         plans = plan_minibatches(
             table,
-            ranks=ranks,
+            shares=[(r,) for r in range(ranks)],
             groups_per_minibatch=4,
             balance=balance,
             capacity=capacity,
@@ -70,7 +70,7 @@ def test_unequal_ranks_get_spare_bins() -> None:
     """pack-22: five long sequences on one rank, five short ones on the other, unbalanced: five bins each."""
     table = [answer(g, 0, 1, 94, holder=0) for g in range(5)] + [answer(5 + g, 0, 1, 19, holder=1) for g in range(5)]
     (plan,) = plan_minibatches(
-        table, ranks=2, groups_per_minibatch=None, balance=False, capacity=100, micro_batch_size=1, seed=0
+        table, shares=((0,), (1,)), groups_per_minibatch=None, balance=False, capacity=100, micro_batch_size=1, seed=0
     )
     assert [len(b) for b in plan.bins] == [5, 5]
     assert plan.bins[1].count(()) == 4
@@ -95,9 +95,9 @@ def test_batches_carry_tokens_and_generator_logprobs() -> None:
             policy_version=0,
         )
     plans = plan_minibatches(
-        table, ranks=1, groups_per_minibatch=None, balance=True, capacity=64, micro_batch_size=1, seed=0
+        table, shares=((0,),), groups_per_minibatch=None, balance=True, capacity=64, micro_batch_size=1, seed=0
     )
-    ((batch,),) = build_batches(ALONE, table, rollouts, plans)
+    ((batch,),) = build_batches(ALONE, table, rollouts, plans, ((0,),))
     assert batch.sequence_ids == (0, 1, 2)
     assert batch.input_ids[batch.loss_mask].tolist() == [50, 51, 70], "a masked answer trains no token"
     assert batch.get("rollout_logprobs").tolist() == [-0.5, -1.5, -2.5]

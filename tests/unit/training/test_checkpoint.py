@@ -27,7 +27,7 @@ def trained(seed: int, dtype: torch.dtype = torch.float32, width: int = 8) -> Tr
     """A small model after two optimizer steps, so that moments are not zero."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1)).to(dtype)
-    role = Trainable(model, MasterAdamW(model, Optimizer(lr=1e-2), total_steps=9), ALONE)
+    role = Trainable(model, MasterAdamW(model, Optimizer(lr=1e-2), total_steps=9))
     for _ in range(2):
         role.optimizer.zero_grad()
         model(torch.randn(3, 4, dtype=dtype)).float().sum().backward()

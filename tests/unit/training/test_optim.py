@@ -185,8 +185,8 @@ def test_kinds_go_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
         progress = checkpoint.Progress(
             step=3, kl_coef=0.0, optimizer_steps={"actor": 3}, policy_version=3, total_tokens=1
         )
-        folder = checkpoint.save(tmp_path, world, {"actor": Trainable(a, first, world)}, progress, keep=1)
-        checkpoint.load(folder, world, {"actor": Trainable(b, second, world)})
+        folder = checkpoint.save(tmp_path, world, {"actor": Trainable(a, first)}, progress, keep=1)
+        checkpoint.load(folder, world, {"actor": Trainable(b, second)})
         if kind == "adamw8bit":
             names = set(second.state_tensors())
             assert {"0.weight.exp_avg.codes", "0.weight.exp_avg_sq.scale", "2.bias.exp_avg"} <= names
@@ -262,7 +262,7 @@ def test_an_update_without_tokens_changes_nothing() -> None:
     model = _model()
     optimizer = MasterAdamW(model, Optimizer(lr=1e-2, weight_decay=0.5, warmup_steps=9), total_steps=10)
     _steps(model, optimizer, 2)
-    role = Trainable(model, optimizer, World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=None))
+    role = Trainable(model, optimizer)
     before = {k: v.clone() for k, v in (*model.state_dict().items(), *optimizer.state_tensors().items())}
     lr, spare = optimizer.lr, pack_sequences([], [])
     done = role.update([spare], lambda batch: torch.tensor(math.nan, requires_grad=True), global_tokens=0)

@@ -29,7 +29,7 @@ WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=Non
 def one_step(clock: Clock) -> None:
     """Two phases, the second with an update over two micro-batches."""
     model = nn.Linear(3, 1)
-    role = Trainable(model, MasterAdamW(model, Optimizer(), total_steps=9), WORLD)
+    role = Trainable(model, MasterAdamW(model, Optimizer(), total_steps=9))
     with clock.phase("step"):
         with clock.phase("gen"):
             model(torch.ones(2, 3))
