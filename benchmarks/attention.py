@@ -10,15 +10,14 @@ for the forward (two products), 2.5 times that for the backward. A backend that 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 
 from rlspeed.bench.measure import device_ms
+from rlspeed.bench.record import code_state, write_json
 from rlspeed.engine.attention import BACKENDS, choose_attention, varlen_attention
 
 # query heads, KV heads, head size
@@ -91,15 +90,12 @@ def measure(
 def environment() -> dict[str, object]:
     """Commit, device and versions of a record."""
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
+    commit, dirty = code_state()
     return {
         "schema": 1,
         "benchmark": "attention",
-        "commit": git("rev-parse", "HEAD") or "unknown",
-        "dirty": bool(git("status", "--porcelain")),
+        "commit": commit,
+        "dirty": dirty,
         "device": torch.cuda.get_device_name(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "choice": choose_attention("auto", "cuda", torch.bfloat16, 128)[1],
@@ -137,9 +133,7 @@ def main() -> None:
                     rows[key] = {"failed": f"{type(error).__name__}: {error}"[:500]}
                     print(f"{key:32s} {rows[key]['failed']}")
     record["seconds"] = time.perf_counter() - started
-    draft = options.out.with_suffix(".tmp")
-    draft.write_text(json.dumps(record, indent=1))
-    draft.rename(options.out)
+    write_json(options.out, record)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from update import CLIPS, SHAPE_KEYS, SHAPES, VOCABULARY, make_actor, make_answe
 from rlspeed.algorithms import loss
 from rlspeed.bench.kernels import classify
 from rlspeed.bench.measure import trace_events
+from rlspeed.bench.record import code_state, write_json
 from rlspeed.engine.packed import PackedBatch
 from rlspeed.engine.padded import PaddedView
 
@@ -148,7 +148,8 @@ def main() -> None:
     record: dict[str, Any] = {
         "schema": 1,
         "benchmark": "casts",
-        "commit": os.environ.get("RLSPEED_COMMIT", "unknown"),
+        "commit": code_state()[0],
+        "dirty": code_state()[1],
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "options": {k: v for k, v in vars(options).items() if k != "out"},
@@ -164,7 +165,7 @@ def main() -> None:
         if options.device == "cuda":
             torch.cuda.empty_cache()
         record["table"] = table(record["variants"])
-        options.out.write_text(json.dumps(record, indent=1))
+        write_json(options.out, record)
     print(record["table"])
 
 

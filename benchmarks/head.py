@@ -11,9 +11,7 @@ are not counted.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +22,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rlspeed.bench.measure import device_ms
+from rlspeed.bench.record import code_state, write_json
 from rlspeed.engine.head import HeadPlan, Tile, linear_logprob
 
 SHAPES = {
@@ -237,10 +236,7 @@ def run_shape(name: str, sweep: bool) -> dict[str, object]:
 def environment() -> dict[str, object]:
     """Commit, device and versions of a record."""
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
+    commit, dirty = code_state()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "liger_kernel"):
         try:
@@ -250,8 +246,8 @@ def environment() -> dict[str, object]:
     return {
         "schema": 1,
         "benchmark": "head",
-        "commit": git("rev-parse", "HEAD") or "unknown",
-        "dirty": bool(git("status", "--porcelain")),
+        "commit": commit,
+        "dirty": dirty,
         "device": torch.cuda.get_device_name(),
         "versions": versions,
     }
@@ -270,9 +266,7 @@ def main() -> None:
         name: run_shape(name, options.sweep and place == 0) for place, name in enumerate(options.shapes.split(","))
     }
     record["seconds"] = time.perf_counter() - started
-    draft = options.out.with_suffix(".tmp")
-    draft.write_text(json.dumps(record, indent=1))
-    draft.rename(options.out)
+    write_json(options.out, record)
 
 
 if __name__ == "__main__":

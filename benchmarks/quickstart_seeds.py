@@ -24,6 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rlspeed.bench.record import code_state, write_json
+
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "records" / "quickstart.json"
 START_AT_MOST, END_AT_LEAST, SECONDS_AT_MOST = 0.5, 0.9, 120.0
@@ -59,19 +61,14 @@ def train(seed: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def git(*words: str) -> str:
-    """What git prints, empty where there is none."""
-    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
-    return done.stdout.strip()
-
-
 def record(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The runs with what they ran on."""
+    commit, dirty = code_state()
     return {
         "schema": 1,
         "benchmark": "quickstart_seeds",
-        "commit": git("rev-parse", "--short", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", "src", "commands", "profiles")),
+        "commit": commit,
+        "dirty": dirty,
         "device": f"{platform.machine()} CPU, {len(os.sched_getaffinity(0))} cores",
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "default"),
         "versions": {"python": platform.python_version()} | {n: version(n) for n in ("torch", "transformers")},
@@ -91,10 +88,7 @@ def main() -> int:
         for seed in options.seeds:
             runs.append(train(seed, Path(tmp) / str(seed)))
             print(json.dumps(runs[-1]), flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    writing = options.out.with_name(f".{options.out.name}.writing")
-    writing.write_text(json.dumps(record(runs), indent=1) + "\n")
-    os.replace(writing, options.out)
+    write_json(options.out, record(runs))
     bad = [
         run["seed"]
         for run in runs

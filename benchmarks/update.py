@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import random
 import statistics
@@ -28,6 +27,7 @@ import torch._dynamo.utils
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlspeed.algorithms import loss
+from rlspeed.bench.record import code_state, write_json
 from rlspeed.config.schema import Optimizer
 from rlspeed.engine.attention import choose_attention
 from rlspeed.engine.packed import PackedBatch, pack_sequences
@@ -220,7 +220,8 @@ def main() -> None:
     record: dict[str, Any] = {
         "schema": 1,
         "benchmark": "update",
-        "commit": os.environ.get("RLSPEED_COMMIT", "unknown"),
+        "commit": code_state()[0],
+        "dirty": code_state()[1],
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "options": {k: v for k, v in vars(options).items() if k != "out"},
@@ -235,7 +236,7 @@ def main() -> None:
         print(variant, json.dumps(result), flush=True)
         if options.device == "cuda":
             torch.cuda.empty_cache()
-        options.out.write_text(json.dumps(record, indent=1))
+        write_json(options.out, record)
 
 
 if __name__ == "__main__":

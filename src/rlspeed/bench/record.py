@@ -132,7 +132,7 @@ def code_state(root: Path = ROOT) -> tuple[str, bool | None]:
     """(commit, whether tracked files differ from it) of the checkout at `root`.
 
     The variable RLSPEED_COMMIT stands in where there is no history (a copy on another machine); a "+" at its end says
-    dirty. Without either: ("unknown", None).
+    dirty. Without either: ("unknown", None). Records themselves do not count: a benchmark may have written one before.
     """
     given = os.environ.get(COMMIT_VARIABLE, "").strip()
     if given:
@@ -140,7 +140,7 @@ def code_state(root: Path = ROOT) -> tuple[str, bool | None]:
     commit = _git(root, "rev-parse", "HEAD")
     if not commit:
         return "unknown", None
-    return commit, bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
+    return commit, bool(_git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/records"))
 
 
 def _git(root: Path, *words: str) -> str:
