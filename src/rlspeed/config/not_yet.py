@@ -36,14 +36,8 @@ Finding = tuple[str, str, str, str]
 
 
 def _generation(p: Profile) -> Iterator[Finding]:
-    """vLLM, and other weights for generation than the actor's own."""
-    actor, mapped = p.model.actor, p.devices.actor
-    if mapped is not None and mapped.use_vllm:
-        fix = "the built-in generator does it: devices.actor.use_vllm=false"
-        yield "devices.actor.use_vllm", "true", "false", fix
-    elif actor.use_vllm_for_generation and (mapped is None or mapped.use_vllm is None):
-        fix = "the built-in generator does it: model.actor.use_vllm_for_generation=false"
-        yield "model.actor.use_vllm_for_generation", "true", "false", fix
+    """Other weights for generation than the actor's own."""
+    actor = p.model.actor
     for key in ENGINE_KEYS:
         if not getattr(actor, key):
             yield f"model.actor.{key}", "false", "true", f"leave model.actor.{key} out"

@@ -157,6 +157,8 @@ class Rollout(Section):
     """Lower end of the band of the mask corrections."""
     parity_tolerance: PositiveFloat = 0.05
     """Largest mean |log-prob difference| between generator and trainer that start-up and each step accept."""
+    parity_alarm: Literal["stop", "warn"] = "stop"
+    """What a larger difference in a step does: end the run, or say so and go on (start-up always ends it)."""
 
 
 class KL(Section):

@@ -77,7 +77,8 @@ class Collector:
                 requests.append(Prompt(prompt_id=group, sample_id=sample_id, token_ids=tokens, seed=seed))
                 places.append((group, sample_id))
         try:
-            rollouts = self.generator.generate(requests, sampling) if requests else []
+            # a rank without prompts still takes part: an engine may span ranks
+            rollouts = self.generator.generate(requests, sampling)
         except GenerationStopped:
             rollouts = []
         self.stop.agree()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rlspeed.config.device_schema import VLLMConfig
 from rlspeed.config.schema import Profile
 from rlspeed.data.prompts import PromptStream, PromptTable, load_prompts
 from rlspeed.data.render import load_tokenizer
@@ -15,10 +16,12 @@ from rlspeed.engine.precision import Precision, resolve
 from rlspeed.engine.world import World
 from rlspeed.errors import ConfigError
 from rlspeed.models.build import end_token_ids, load_model_config, resolve_model_path, vocabulary_faults
+from rlspeed.planning.devices import uses_vllm
 from rlspeed.rewards.pool import RewardPool
 from rlspeed.rollout.builtin import BuiltinGenerator
 from rlspeed.rollout.generator import Generator
 from rlspeed.rollout.types import SamplingParams
+from rlspeed.rollout.vllm import VllmGenerator
 from rlspeed.training.checks import check_generator, check_layout, sample_sequences
 from rlspeed.training.clock import Clock
 from rlspeed.training.collect import Collector
@@ -64,11 +67,12 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
     per_step = profile.algorithm.epochs * math.ceil(batch / (profile.algorithm.mini_batch_size or batch))
     grid = make_grid(profile, world)
     roles = build_roles(profile, precision, world, grid, total_steps, per_step)
+    generator = _generator(profile, roles, tokenizer, world, stop, precision)
     collector = Collector(
         profile=profile,
         world=world,
         tokenizer=tokenizer,
-        generator=_generator(profile, roles, tokenizer, world, stop),
+        generator=generator,
         pool=RewardPool(profile.reward, max_steps=total_steps),
         scorer=_scorer(profile, world, precision),
         sampling=_sampling(profile, roles, tokenizer),
@@ -89,6 +93,7 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
         f"{world.size} process(es) on {world.device.type}{_degrees(grid)}; {precision.reason}",
         f"attention: {roles.attention_reason}",
         *([roles.memory_reason] if roles.memory_reason else []),
+        *([generator.note] if isinstance(generator, VllmGenerator) else []),
         *train_table.notes,
         *(val_table.notes if val_table else ()),
     )
@@ -125,8 +130,14 @@ def _sampling(profile: Profile, roles: Roles, tokenizer: Any) -> SamplingParams:
     )
 
 
-def _generator(profile: Profile, roles: Roles, tokenizer: Any, world: World, stop: StopFlag) -> Generator:
-    """The built-in generator over the actor's own weights; gathered copies where the actor is sharded."""
+def _generator(
+    profile: Profile, roles: Roles, tokenizer: Any, world: World, stop: StopFlag, precision: Precision
+) -> Generator:
+    """vLLM where it is asked for, else the built-in generator over the actor's own weights; gathered copies where the
+    actor is sharded.
+    """
+    if uses_vllm(profile.devices, profile.model.actor.use_vllm_for_generation):
+        return _vllm(profile, roles, tokenizer, world, stop, precision)
     return BuiltinGenerator(
         roles.causal_lm,
         tokenizer=tokenizer,
@@ -135,6 +146,29 @@ def _generator(profile: Profile, roles: Roles, tokenizer: Any, world: World, sto
         longest_first=profile.rollout.longest_first,
         max_length=profile.data.max_length,
         weights=roles.actor.weights,
+        should_stop=stop,
+    )
+
+
+def _vllm(
+    profile: Profile, roles: Roles, tokenizer: Any, world: World, stop: StopFlag, precision: Precision
+) -> VllmGenerator:
+    """vLLM with the engine arguments of the device mapping; its tensors hold the training parameters where they can."""
+    mapped = profile.devices.actor.vllm_config if profile.devices.actor else VLLMConfig()
+    extra = dict(mapped.model_extra or {})
+    extra.setdefault("trust_remote_code", profile.model.trust_remote_code)
+    return VllmGenerator(
+        resolve_model_path(profile.model.path),
+        dtype=str(precision.compute).removeprefix("torch.") if mapped.dtype == "auto" else mapped.dtype,
+        max_length=profile.data.max_length,
+        max_concurrent=profile.rollout.max_concurrent,
+        sampling=_sampling(profile, roles, tokenizer),
+        weights=roles.actor.weights,
+        trainer=roles.actor.model if world.size == 1 else None,
+        world=world,
+        tensor_parallel_size=mapped.tensor_parallel_size,
+        engine_args=extra,
+        seed=profile.run.seed % (1 << 31),
         should_stop=stop,
     )
 

@@ -193,14 +193,12 @@ def test_what_a_profile_sets_may_lose_its_effect() -> None:
 @pytest.mark.parametrize(
     ("word", "key"),
     [
-        ("model.actor.use_vllm_for_generation=true", "model.actor.use_vllm_for_generation"),
         ("model.actor.use_3d_hybrid_engine=false", "model.actor.use_3d_hybrid_engine"),
         (
             "model.actor.use_lightweight_sharding_for_generation=false",
             "model.actor.use_lightweight_sharding_for_generation",
         ),
         ("model.actor.enable_auto_repartition_for_training=false", "model.actor.enable_auto_repartition_for_training"),
-        ("devices.actor.use_vllm=true", "devices.actor.use_vllm"),
         ("devices.critic.sequence_parallel_size=2", "devices.critic.sequence_parallel_size"),
         ("devices.critic.fsdp_config.cpu_offload=true", "devices.critic.fsdp_config.cpu_offload"),
         ("devices.critic.use_cpu_offload=true", "devices.critic.use_cpu_offload"),
@@ -244,6 +242,8 @@ def test_what_can_be_done_is_not_refused() -> None:
     assert found(model, "devices.reward_model={device_mesh: [cpu], use_cpu_offload: true}") == []
     # a mapping may name roles that this run does not have
     assert found("devices.reference.device_mesh=[3]", "devices.reward_model.tensor_parallel_size=8") == []
+    assert found("model.actor.use_vllm_for_generation=true") == []
+    assert found("devices.actor.use_vllm=true") == []
     # the mapping's word on vLLM holds over the model's
     assert found("model.actor.use_vllm_for_generation=true", "devices.actor.use_vllm=false") == []
 
@@ -251,8 +251,7 @@ def test_what_can_be_done_is_not_refused() -> None:
 def test_the_users_mapping_is_refused_with_every_reason(seeds: Path) -> None:
     loaded = load_profile("ppo_trainer.yaml", ["device_mapping_file=device_mapping.yaml"])
     found = {f.where: f.found for f in check(loaded, 4)}
-    assert set(found) == {"device_mapping.yaml:4", "device_mapping.yaml:9"}
-    assert found["device_mapping.yaml:4"].startswith("devices.actor.use_vllm is true")
+    assert set(found) == {"device_mapping.yaml:9"}
     assert found["device_mapping.yaml:9"].startswith("devices.critic.device_mesh is [2, 3]")
     assert check(load_profile("ppo_trainer.yaml"), 4) == []
 
