@@ -62,9 +62,7 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
         shuffle=profile.data.shuffle,
         seed=profile.run.seed,
     )
-    batch = min(profile.data.batch_size, len(train_table))
-    total_steps = profile.run.steps or max(1, math.ceil(profile.run.epochs * len(train_table) / batch))
-    per_step = profile.algorithm.epochs * math.ceil(batch / (profile.algorithm.mini_batch_size or batch))
+    total_steps, per_step = _lengths(profile, len(train_table))
     grid = make_grid(profile, world)
     roles = build_roles(profile, precision, world, grid, total_steps, per_step)
     generator = _generator(profile, roles, tokenizer, world, stop, precision)
@@ -128,6 +126,13 @@ def _sampling(profile: Profile, roles: Roles, tokenizer: Any) -> SamplingParams:
         stop_token_ids=end_token_ids(roles.causal_lm, tokenizer, profile.rollout.stop_token_ids),
         stop=tuple(profile.rollout.stop),
     )
+
+
+def _lengths(profile: Profile, rows: int) -> tuple[int, int]:
+    """Training steps of the run, and optimizer steps in each."""
+    batch = min(profile.data.batch_size, rows)
+    steps = profile.run.steps or max(1, math.ceil(profile.run.epochs * rows / batch))
+    return steps, profile.algorithm.epochs * math.ceil(batch / (profile.algorithm.mini_batch_size or batch))
 
 
 def _generator(
