@@ -153,7 +153,7 @@ def optimizers_can_run(loaded: LoadedProfile, world_size: int) -> Iterator[Fault
 
 def every_key_has_an_effect(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     """A key that the user set and that this run would not look at."""
-    for applies, keys, need in _without_effect(loaded.profile):
+    for applies, keys, need in (*_without_effect(loaded.profile), *_for_another_generator(loaded.profile)):
         for key in keys:
             if applies and _asked_for(loaded, key):
                 yield _fault(loaded, key, "has no effect in this run", need, f"leave {key} out")
@@ -221,6 +221,15 @@ def _without_effect(p: Profile) -> list[tuple[bool, tuple[str, ...], str]]:
         ),
         (p.run.steps is not None, ("run.epochs",), "run.steps=null: one of the two says how long the run is"),
     ]
+
+
+def _for_another_generator(p: Profile) -> list[tuple[bool, tuple[str, ...], str]]:
+    """As `_without_effect`: keys of the built-in generator in a run with vLLM."""
+    mapped = p.devices.actor
+    said = None if mapped is None else mapped.use_vllm
+    vllm = p.model.actor.use_vllm_for_generation if said is None else said
+    keys = ("rollout.kv_cache_gib", "rollout.longest_first", "rollout.overprovision")
+    return [(vllm, keys, "the built-in generator: model.actor.use_vllm_for_generation=false")]
 
 
 def _asked_for(loaded: LoadedProfile, key: str) -> bool:

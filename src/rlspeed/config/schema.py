@@ -149,6 +149,9 @@ class Rollout(Section):
     longest_first: bool = False
     """Start prompts first whose answers were long the last time, when more wait than run at once: a shorter tail. The
     order is not part of a checkpoint, so a resumed run may round differently."""
+    overprovision: Annotated[float, Field(ge=1.0, le=4.0)] = 1.0
+    """Ask for so many times data.batch_size prompts and go on when data.batch_size of them have all their answers; the
+    rest is dropped. A shorter tail, but prompts with long answers train less often. 1: off."""
     correction: Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"] = "none"
     """Correct the gap between generator and trainer log-probs: truncated importance weights, or masks."""
     correction_threshold: PositiveFloat = 2.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -187,6 +188,11 @@ class PromptStream:
                 del self._orders[old]
             self._orders[epoch] = order
         return self._orders[epoch]
+
+
+def prompts_per_step(data: Data, rollout: Rollout) -> int:
+    """Prompts that a step asks for: data.batch_size, and what rollout.overprovision adds."""
+    return math.ceil(data.batch_size * rollout.overprovision)
 
 
 def load_prompts(data: Data, rollout: Rollout, tokenizer: Any, split: Split) -> PromptTable:

@@ -16,7 +16,7 @@ from rlspeed.errors import DataError, Fault, RunError
 from rlspeed.rollout.decode import Decoder, fuse_parameters, head_width
 from rlspeed.rollout.lanes import Lanes
 from rlspeed.rollout.pages import PagePool
-from rlspeed.rollout.schedule import Lane, Schedule, order_of
+from rlspeed.rollout.schedule import Enough, Lane, Schedule, enough_of, order_of
 from rlspeed.rollout.stats import GenerationStats, StatsKeeper
 from rlspeed.rollout.types import FinishReason, GenerationStopped, Prompt, Rollout, SamplingParams
 
@@ -107,10 +107,25 @@ class BuiltinGenerator:
             RunError: the key-value cache cannot hold one request; the model's log-probs are not finite.
             GenerationStopped: `should_stop` said so.
         """
+        done = self._run(prompts, sampling, None)
+        return [done[i] for i in range(len(prompts))]
+
+    @torch.inference_mode()
+    def generate_enough(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, groups: int) -> list[Rollout]:
+        """As `generate`, but ends when `groups` prompts (by prompt_id) have all their answers.
+
+        Returns the answers of these, in the order of `prompts`; what else was generated is dropped. Of prompts that are
+        complete at the same look of the host those with the lower id count first: no clock decides.
+        """
+        done = self._run(prompts, sampling, groups)
+        return [done[i] for i in sorted(done)]
+
+    def _run(self, prompts: Sequence[Prompt], sampling: SamplingParams, groups: int | None) -> dict[int, Rollout]:
+        """Answers by place in `prompts`: all, or those of the first `groups` prompts that are complete."""
         self._check(prompts, sampling)
-        if not prompts:
+        if not prompts or groups == 0:
             self.stats = GenerationStats()
-            return []
+            return {}
         limits = [min(p.max_new_tokens or sampling.max_new_tokens, self.max_length - len(p.token_ids)) for p in prompts]
         slots = min(self.max_concurrent, len(prompts))
         expected = self._seen if self.longest_first and len(prompts) > slots else None
@@ -124,13 +139,13 @@ class BuiltinGenerator:
         pool = PagePool(pages, self._page_size)
         schedule = Schedule(queue, pool, slots=slots, budget=PREFILL_TOKENS, chunk=self._chunk)
         try:
-            run = _Run(self, self._lanes, schedule, cache, sampling)
+            run = _Run(self, self._lanes, schedule, cache, sampling, enough_of(prompts, groups))
             done = run.go()
         finally:
             self._lanes.end()
         self.stats = run.keeper.summary(sum(len(r.response_ids) for r in done.values()), schedule.preempted)
         self._remember(done)
-        return [done[i] for i in range(len(prompts))]
+        return done
 
     def _remember(self, done: dict[int, Rollout]) -> None:
         """Mean answer length per prompt, for `longest_first`."""
@@ -203,7 +218,13 @@ class _Run:
     """One call of generate: launches chunks of steps, and accepts what they drew one chunk behind."""
 
     def __init__(
-        self, owner: BuiltinGenerator, lanes: Lanes, schedule: Schedule, cache: Any, sampling: SamplingParams
+        self,
+        owner: BuiltinGenerator,
+        lanes: Lanes,
+        schedule: Schedule,
+        cache: Any,
+        sampling: SamplingParams,
+        enough: Enough,
     ) -> None:
         self.owner, self.lanes, self.schedule, self.cache, self.sampling = owner, lanes, schedule, cache, sampling
         self.stop_ids = frozenset(sampling.stop_token_ids)
@@ -212,11 +233,12 @@ class _Run:
         self.placed: list[Lane] = []
         self.done: dict[int, Rollout] = {}
         self.keeper = StatsKeeper()
+        self.enough = enough
 
     def go(self) -> dict[int, Rollout]:
         """All answers by their place in the caller's list."""
         schedule, should_stop = self.schedule, self.owner.should_stop
-        while schedule.waiting or schedule.lanes or self.chunks:
+        while (schedule.waiting or schedule.lanes or self.chunks) and not self.enough.reached:
             if should_stop is not None and should_stop():
                 raise GenerationStopped
             self._admit()
@@ -226,7 +248,7 @@ class _Run:
             while len(self.chunks) > (self.behind if schedule.runnable() else 0):
                 self._accept()
             schedule.retire()
-        return self.done
+        return self.enough.of(self.done)
 
     def _admit(self) -> None:
         """Prefill what the schedule lets in, and draw its first tokens."""
@@ -330,6 +352,7 @@ class _Run:
             policy_version=self.owner.version,
         )
         self.done[lane.order] = rollout
+        self.enough.count(lane.prompt.prompt_id, len(self.keeper.chunks))
         if self.owner.on_finished is not None:
             self.owner.on_finished(rollout)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlspeed.rollout.pages import PagePool, Prefix, fork
-from rlspeed.rollout.types import Prompt
+from rlspeed.rollout.types import Prompt, Rollout
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +77,38 @@ def order_of(prompts: Sequence[Prompt], expected: Mapping[tuple[int, ...], float
         range(len(prompts)),
         key=lambda i: (-expected.get(prompts[i].token_ids, never), prompts[i].prompt_id, i),
     )
+
+
+class Enough:
+    """Whether enough prompts are complete. wanted: how many, None for all; missing: answers still out, by prompt."""
+
+    def __init__(self, missing: Counter[int], wanted: int | None) -> None:
+        self.missing = missing
+        self.wanted = wanted
+        self.complete: list[tuple[int, int]] = []  # look of the host, prompt
+
+    @property
+    def reached(self) -> bool:
+        """The wanted number is there."""
+        return self.wanted is not None and len(self.complete) >= self.wanted
+
+    def count(self, prompt_id: int, look: int) -> None:
+        """One more answer to a prompt is complete, seen when the host looked for the `look`-th time."""
+        self.missing[prompt_id] -= 1
+        if not self.missing[prompt_id]:
+            self.complete.append((look, prompt_id))
+
+    def of(self, done: dict[int, Rollout]) -> dict[int, Rollout]:
+        """The answers that count."""
+        if self.wanted is None:
+            return done
+        chosen = {prompt for _, prompt in sorted(self.complete)[: self.wanted]}
+        return {i: rollout for i, rollout in done.items() if rollout.prompt_id in chosen}
+
+
+def enough_of(prompts: Sequence[Prompt], wanted: int | None) -> Enough:
+    """The count at the start of a call."""
+    return Enough(Counter(p.prompt_id for p in prompts), wanted)
 
 
 class Schedule:

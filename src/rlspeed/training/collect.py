@@ -14,6 +14,7 @@ from rlspeed.data.prompts import PromptTable
 from rlspeed.engine.world import World
 from rlspeed.rewards.pool import RewardPool
 from rlspeed.rewards.types import Sample, Score, add_model_scores
+from rlspeed.rollout.builtin import BuiltinGenerator
 from rlspeed.rollout.generator import Generator
 from rlspeed.rollout.types import GenerationStopped, Prompt, Rollout, SamplingParams
 from rlspeed.training.batches import Answer
@@ -59,9 +60,19 @@ class Collector:
         self.pool.close()
 
     def generate(
-        self, table: PromptTable, rows: Sequence[int], *, n: int, sampling: SamplingParams, stream: int
+        self,
+        table: PromptTable,
+        rows: Sequence[int],
+        *,
+        n: int,
+        sampling: SamplingParams,
+        stream: int,
+        enough: int | None = None,
     ) -> Collected:
         """`n` answers to each of this rank's share of `rows`.
+
+        enough: over all ranks, the prompts whose answers are wanted; each rank goes on when its share of them is
+        complete, and the other prompts are left out. None: all.
 
         The random stream of an answer depends on run.seed, `stream` (the step), the row and the answer's number alone,
         so neither ranks nor batches nor a resumed run change what is drawn.
@@ -69,23 +80,30 @@ class Collector:
         Raises:
             StopRequested: some rank was asked to stop meanwhile.
         """
-        requests, places = [], []
+        requests = []
         for group in range(self.world.rank, len(rows), self.world.size):
             for sample_id in range(n):
                 seed = seed_of(self.profile.run.seed, stream, rows[group], sample_id)
                 tokens = tuple(table[rows[group]].token_ids)
                 requests.append(Prompt(prompt_id=group, sample_id=sample_id, token_ids=tokens, seed=seed))
-                places.append((group, sample_id))
         try:
-            # a rank without prompts still takes part: an engine may span ranks
-            rollouts = self.generator.generate(requests, sampling)
+            rollouts = self._answers(requests, sampling, len(rows), enough)
         except GenerationStopped:
             rollouts = []
         self.stop.agree()
-        return Collected(
-            rollouts=dict(zip(places, rollouts)),
-            rows={group: rows[group] for group in range(self.world.rank, len(rows), self.world.size)},
-        )
+        answers = {(r.prompt_id, r.sample_id): r for r in rollouts}
+        return Collected(rollouts=answers, rows={group: rows[group] for group, _ in answers})
+
+    def _answers(
+        self, requests: Sequence[Prompt], sampling: SamplingParams, prompts: int, enough: int | None
+    ) -> list[Rollout]:
+        """Of all requests, or of the first prompts that are complete."""
+        if enough is None or enough >= prompts:
+            # a rank without prompts still takes part: an engine may span ranks
+            return self.generator.generate(requests, sampling)
+        mine = len(range(self.world.rank, enough, self.world.size))
+        assert isinstance(self.generator, BuiltinGenerator), "the configuration allows no other"
+        return self.generator.generate_enough(requests, sampling, groups=mine)
 
     def score(self, table: PromptTable, collected: Collected, step: int) -> list[Answer]:
         """Rewards of this rank's answers; fills `collected.scores`.

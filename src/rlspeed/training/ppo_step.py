@@ -74,7 +74,12 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
     cfg, world, grid, clock = parts.profile, parts.world, parts.grid, parts.clock
     with clock.phase("gen"):
         collected = parts.collector.generate(
-            parts.train_table, rows, n=cfg.rollout.n, sampling=parts.collector.sampling, stream=step
+            parts.train_table,
+            rows,
+            n=cfg.rollout.n,
+            sampling=parts.collector.sampling,
+            stream=step,
+            enough=cfg.data.batch_size if cfg.rollout.overprovision > 1.0 else None,
         )
     record_generation(metrics, getattr(parts.collector.generator, "stats", None))
     with clock.phase("reward"):

@@ -10,7 +10,7 @@ import torch
 
 from rlspeed.config.device_schema import VLLMConfig
 from rlspeed.config.schema import Profile
-from rlspeed.data.prompts import PromptStream, PromptTable, load_prompts
+from rlspeed.data.prompts import PromptStream, PromptTable, load_prompts, prompts_per_step
 from rlspeed.data.render import load_tokenizer
 from rlspeed.engine.precision import Precision, resolve
 from rlspeed.engine.world import World
@@ -58,7 +58,7 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
     val_table = load_prompts(profile.data, profile.rollout, tokenizer, "val") if profile.data.val_files else None
     stream = PromptStream(
         num_rows=len(train_table),
-        batch_size=profile.data.batch_size,
+        batch_size=prompts_per_step(profile.data, profile.rollout),
         shuffle=profile.data.shuffle,
         seed=profile.run.seed,
     )
@@ -131,7 +131,8 @@ def _sampling(profile: Profile, roles: Roles, tokenizer: Any) -> SamplingParams:
 def _lengths(profile: Profile, rows: int) -> tuple[int, int]:
     """Training steps of the run, and optimizer steps in each."""
     batch = min(profile.data.batch_size, rows)
-    steps = profile.run.steps or max(1, math.ceil(profile.run.epochs * rows / batch))
+    asked = min(prompts_per_step(profile.data, profile.rollout), rows)
+    steps = profile.run.steps or max(1, math.ceil(profile.run.epochs * rows / asked))
     return steps, profile.algorithm.epochs * math.ceil(batch / (profile.algorithm.mini_batch_size or batch))
 
 

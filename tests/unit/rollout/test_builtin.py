@@ -15,6 +15,7 @@ from rlspeed.rollout.types import GenerationStopped, Prompt, Rollout, SamplingPa
 
 PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12, 13, 14), (15,), (20, 21, 22, 23), (5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)]
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, stop_token_ids=(2,))
+GREEDY_FREE = SamplingParams(max_new_tokens=40, temperature=0.0)
 
 
 def requests(prompts: list[tuple[int, ...]], n: int = 1) -> list[Prompt]:
@@ -320,3 +321,25 @@ def test_fused_parameters_are_the_same_parameters(model: torch.nn.Module) -> Non
     start = model.model.layers[0].self_attn.q_proj.weight.shape[0]
     rows = model.model.layers[0].self_attn.k_proj.weight.shape[0]
     assert (whole[start : start + rows] == 3.0).all()
+
+
+def test_enough_prompts_end_the_call(llama: torch.nn.Module) -> None:
+    """Prompts whose answers are short come back whole; the others are dropped, and the call ends early."""
+    limits = {0: (30, 4), 1: (3, 5), 2: (9, 9), 3: (5, 5), 4: (30, 30)}  # prompt: limits of its two answers
+    jobs = [
+        Prompt(prompt_id=i, sample_id=s, token_ids=PROMPTS[i], seed=10 * i + s, max_new_tokens=limits[i][s])
+        for i in limits
+        for s in range(2)
+    ]
+    generator = BuiltinGenerator(llama, max_concurrent=16, max_length=64)
+    whole = {(r.prompt_id, r.sample_id): r for r in generator.generate(jobs, GREEDY_FREE)}
+    got = generator.generate_enough(jobs, GREEDY_FREE, groups=2)
+    assert [(r.prompt_id, r.sample_id) for r in got] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    assert all(r == whole[(r.prompt_id, r.sample_id)] for r in got)
+    assert generator.stats.latency_mean > 0
+    three = generator.generate_enough(jobs, GREEDY_FREE, groups=3)
+    assert [r.prompt_id for r in three] == [1, 1, 2, 2, 3, 3]
+    assert generator.generate_enough(jobs, GREEDY_FREE, groups=0) == []
+    assert len(generator.generate_enough(jobs, GREEDY_FREE, groups=9)) == len(jobs)
+    narrow = BuiltinGenerator(llama, max_concurrent=2, max_length=64).generate_enough(jobs, GREEDY_FREE, groups=2)
+    assert [r.prompt_id for r in narrow] == [1, 1, 2, 2], "a lane that is held does not hold the others up"
