@@ -8,6 +8,7 @@ import typer
 
 from rlspeed import __version__
 
+from .bench import app as bench
 from .check_devices import check_devices
 from .console import errors_to_exit_codes
 from .preprocess import app as preprocess
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(train)
 app.command("check-devices")(check_devices)
 app.add_typer(preprocess, name="preprocess")
+app.add_typer(bench, name="bench")
 
 
 def _version(wanted: bool) -> None:
