@@ -9,17 +9,11 @@ from rlspeed.config.load import LoadedProfile
 from rlspeed.config.schema import Profile
 from rlspeed.errors import Fault
 
-ENGINE_KEYS = (
-    "use_3d_hybrid_engine",
-    "use_lightweight_sharding_for_generation",
-    "enable_auto_repartition_for_training",
-)
-
 
 def cannot_be_done_yet(loaded: LoadedProfile, world_size: int) -> Iterator[Fault]:
     """One fault for each such key."""
     p = loaded.profile
-    found = [*_generation(p)]
+    found: list[Finding] = []
     for role, place in roles_in_use(p).items():
         found.extend(_placement(f"devices.{role}", place))
     found.extend([*_apart(p, world_size), *_degrees(p), *_untried(p)])
@@ -33,14 +27,6 @@ def cannot_be_done_yet(loaded: LoadedProfile, world_size: int) -> Iterator[Fault
 
 
 Finding = tuple[str, str, str, str]
-
-
-def _generation(p: Profile) -> Iterator[Finding]:
-    """Other weights for generation than the actor's own."""
-    actor = p.model.actor
-    for key in ENGINE_KEYS:
-        if not getattr(actor, key):
-            yield f"model.actor.{key}", "false", "true", f"leave model.actor.{key} out"
 
 
 def roles_in_use(p: Profile) -> dict[str, RolePlacement]:

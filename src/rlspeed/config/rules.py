@@ -180,6 +180,11 @@ def _without_effect(p: Profile) -> list[tuple[bool, tuple[str, ...], str]]:
         (p.algorithm.kind not in ("ppo", "reinforce_pp"), ("algorithm.gamma",), "algorithm.kind=ppo or reinforce_pp"),
         (packed, ("packing.micro_batch_size",), "model.use_remove_padding=false"),
         (not packed, ("packing.capacity", "model.attention"), "model.use_remove_padding=true"),
+        (
+            not p.model.actor.use_3d_hybrid_engine,
+            ("model.actor.sync_bucket_mb", "model.actor.verify_sync"),
+            "model.actor.use_3d_hybrid_engine=true",
+        ),
         (kl.where == "none", WITH_KL, "algorithm.kl.where=reward or loss"),
         (
             kl.controller != "adaptive",

@@ -51,6 +51,10 @@ class ActorModel(Section):
     """Generation holds inference weights only; gradients and optimizer state are freed or offloaded meanwhile."""
     enable_auto_repartition_for_training: bool = True
     """Back to the training layout without a call in user code."""
+    sync_bucket_mb: PositiveInt = 256
+    """MiB of one flat buffer in which weights travel between ranks; two to send, two to receive."""
+    verify_sync: Literal["none", "checksum"] = "none"
+    """checksum: both ends of each transfer sum the bits of every piece, and the run stops where they differ."""
     use_vllm_for_generation: bool = False
     """true: vLLM generates; false: the built-in generator."""
 

@@ -167,6 +167,19 @@ def _home(name: str, tensors: Mapping[str, torch.Tensor], regions: Mapping[str, 
     return None, 0, 0
 
 
+def fused_order(names: Iterable[str]) -> list[str]:
+    """The names with those that lie in one tensor of FUSED behind one another, in its order."""
+
+    def place(name: str) -> tuple[str, int]:
+        for fused, parts in FUSED.items():
+            for number, part in enumerate(parts):
+                if f".{part}." in name:
+                    return name.replace(part, fused), number
+        return name, 0
+
+    return sorted(names, key=place)
+
+
 def weights_of(module: nn.Module) -> Callable[[], dict[str, torch.Tensor]]:
     """What `Resharder` calls at each push."""
     return lambda: live_weights(module)

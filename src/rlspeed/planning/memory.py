@@ -20,7 +20,6 @@ PHASES: tuple[Phase, ...] = ("generation", "log-probs", "update critic", "update
 
 # the fused head's buffers: tokens x words, fp32 forward, fp32 + half backward (engine/head.py HeadPlan)
 HEAD_TOKENS, HEAD_WORDS_FORWARD, HEAD_WORDS_BACKWARD = 8192, 8448, 16896
-TRANSITION_BUCKET_BYTES = 256 << 20  # one of the mover's flat buffers; two to send and two to receive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +31,7 @@ class RunSize:
     backward pass, all but kept_blocks. longest: tokens of the longest sequence. new_tokens: of
     the longest answer.
     sequences: answers in one step over all ranks. concurrent: answers in flight on one rank of the built-in generator.
+    bucket_bytes: of one of the mover's flat buffers.
     """
 
     element_bytes: int
@@ -49,6 +49,7 @@ class RunSize:
     reuses_generation: bool = True
     vllm_share: float | None = None
     kept_blocks: int = 0
+    bucket_bytes: int = 256 << 20
     actor_optimizer: str = "adamw"
     critic_optimizer: str = "adamw"
 
@@ -82,6 +83,7 @@ def run_size(profile: Profile, *, element_bytes: int, vllm: bool) -> RunSize:
         epochs=algorithm.epochs,
         reuses_generation=single,
         vllm_share=float(share) if isinstance(share, (int, float)) else None,
+        bucket_bytes=profile.model.actor.sync_bucket_mb << 20,
         actor_optimizer=profile.optim.actor.kind,
         critic_optimizer=profile.optim.critic.kind,
     )
@@ -226,17 +228,16 @@ def _at_rest(
     if role in (Role.ACTOR, Role.CRITIC) and not place.host_params:
         kind = size.actor_optimizer if role is Role.ACTOR else size.critic_optimizer
         optimizer = int(optimizer_bytes(kind, size.element_bytes) * share)
-        if role is Role.ACTOR and phase == "generation" and size.lightweight:
+        if role is Role.ACTOR and phase in ("generation", "transition") and size.lightweight:
             optimizer = 0  # freed or on the host meanwhile
     return Memory(phase=phase, weights=weights, optimizer=optimizer)
 
 
 def _generator_weights(place: Placement, shape: ModelShape, size: RunSize, phase: Phase) -> int:
-    """The generator's own copy of the weights: none where it reads the actor's."""
-    if phase not in ("generation", "transition"):
-        return 0 if size.hybrid_engine else size.element_bytes * shape.num_params // place.tp
+    """The generator's own copy of the weights: none where it reads the actor's, or while it has let go of them."""
     alone = len(place.ranks) == 1 and size.hybrid_engine and not place.host_params
-    return 0 if alone else size.element_bytes * shape.num_params // place.tp
+    dropped = phase not in ("generation", "transition") and (size.lightweight or not size.hybrid_engine)
+    return 0 if alone or dropped else size.element_bytes * shape.num_params // place.tp
 
 
 def _working(
@@ -246,10 +247,12 @@ def _working(
     if phase == "generation":
         return _generating(place, shape, size, device_bytes)
     if phase == "transition":
-        buffers = 0 if len(place.ranks) == 1 else 4 * TRANSITION_BUCKET_BYTES
-        if not size.hybrid_engine:  # the classic way: full tensors on every rank, then into the second model
-            buffers = size.element_bytes * shape.num_params
-        return Memory(phase=phase, buffers=buffers)
+        whole = size.element_bytes * shape.num_params // place.tp
+        # two buffers to send and two to receive; where the old weights stay in force, all that is received; in the
+        # classic way the full tensors, before they are copied into the second model
+        buffers = 4 * size.bucket_bytes if size.lightweight else 2 * size.bucket_bytes + whole
+        buffers = buffers if size.hybrid_engine else whole
+        return Memory(phase=phase, buffers=0 if len(place.ranks) == 1 else buffers)
     trains = phase.startswith("update")
     tp, sp, e = place.tp, place.sp, size.element_bytes
     share = shape.num_params // state_shards(role, place)

@@ -17,7 +17,7 @@ from rlspeed.planning.machine import Machine
 from rlspeed.planning.memory import RunSize, run_size
 from rlspeed.planning.probe import read_shape
 from rlspeed.planning.recompute import keep_what_fits
-from rlspeed.planning.reshard import ReshardPlan, plan_reshard
+from rlspeed.planning.reshard import DTYPE_BYTES, ReshardPlan, plan_reshard
 from rlspeed.planning.shape import ModelShape
 from rlspeed.planning.transition import generation_mesh, received_bytes, training_mesh, transition_requests
 
@@ -109,7 +109,7 @@ def inspect_run(
     plan: ReshardPlan | None = None
     auto: RunSize | None = None
     if known and profile is not None and not devices.check():
-        received, plan = _transition(devices, known, machine)
+        received, plan = _transition(devices, known, machine, wire_dtype(profile, machine))
         size = run_size(profile, element_bytes=element_bytes(profile, machine), vllm=vllm)
         if profile.model.activation_checkpointing == "auto":
             auto = keep_what_fits(devices, known, size, machine)
@@ -190,8 +190,14 @@ def names_devices(mapping: DeviceMapping) -> bool:
     return any(isinstance(p, int) for s in sections if s is not None for p in s.device_mesh or ())
 
 
+def wire_dtype(profile: Profile, machine: Machine) -> str:
+    """Weights travel in the precision that the run computes in."""
+    half = "fp16" if profile.model.model_dtype == "fp16" else "bf16"
+    return half if element_bytes(profile, machine) == 2 else "fp32"
+
+
 def _transition(
-    devices: DeviceMap, shapes: Mapping[Role, ModelShape], machine: Machine
+    devices: DeviceMap, shapes: Mapping[Role, ModelShape], machine: Machine, wire: str
 ) -> tuple[dict[int, int], ReshardPlan | None]:
     """Bytes into each rank, and the plan between training and generation, cut to fit each other."""
     shape = shapes.get(Role.ACTOR)
@@ -200,10 +206,12 @@ def _transition(
         return {}, None
     try:
         train, generation = training_mesh(actor), generation_mesh(actor, rollout)
-        received = received_bytes(shape, train, generation, aligned=True)
+        aligned = generation.tp > 1  # whole weights cost the same either way
+        width = DTYPE_BYTES[wire]
+        received = received_bytes(shape, train, generation, aligned=aligned, element_bytes=width)
         if len(actor.ranks) > MOST_PLANNED_RANKS:
             return received, None
-        requests = transition_requests(shape, train, generation, aligned=True)
+        requests = transition_requests(shape, train, generation, aligned=aligned, wire_dtype=wire)
         per_node = machine.num_devices if machine.nodes > 1 else None
         return received, plan_reshard(requests, ranks_per_node=per_node)
     except RlspeedError:  # degrees that do not fit the heads are among the faults already

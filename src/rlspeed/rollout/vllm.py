@@ -115,7 +115,7 @@ class VllmGenerator:
     for the log-prob mode. weights: whole tensors by Hugging Face name, read at every `load(None, ...)`; None: the
     engine keeps the weights of `model` (a benchmark). trainer: the module that trains, when its parameters may become
     views into vLLM's. engine_args: passed to `vllm.LLM` as they are. Under torchrun (world.size > 1) each
-    `tensor_parallel_size` consecutive ranks form one engine.
+    `tensor_parallel_size` consecutive ranks form one engine. asleep: it has no weights until the next load.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class VllmGenerator:
         vllm = import_vllm()
         self._params = vllm.SamplingParams
         self._sleeps = bool(extra.get("enable_sleep_mode"))
-        self._asleep = False
+        self.asleep = False
         arguments = {"max_num_seqs": max_concurrent, "seed": seed, "disable_log_stats": True, **extra}
         if world is not None and world.size > 1:
             arguments["distributed_executor_backend"] = "external_launcher"
@@ -218,15 +218,15 @@ class VllmGenerator:
         """
         if self.how == "views" and weights is not None:
             raise RunError("weights for vLLM that the trainer's views do not hold; call load(None, version)")
-        if self._sleeps and self._asleep:
+        if self._sleeps and self.asleep:
             self._guard("wake the weights", lambda: self._llm.wake_up(tags=["weights"]))
         if self.how != "views":
             source = dict(weights) if weights is not None else self._weights() if self._weights else {}
             if source:
                 self._guard("take new weights", lambda: self._push(source))
-        if self._sleeps and self._asleep:
+        if self._sleeps and self.asleep:
             self._guard("wake the cache", lambda: self._llm.wake_up(tags=["kv_cache"]))
-            self._asleep = False
+            self.asleep = False
         if self._guard("reset the prefix cache", self._llm.reset_prefix_cache) is False:
             raise RunError(
                 Fault(where=self._where(), found="the prefix cache could not be reset: prefixes of old weights stay")
@@ -246,10 +246,10 @@ class VllmGenerator:
 
     def sleep(self) -> None:
         """Give the memory of vLLM's weights and KV cache back until the next load; needs enable_sleep_mode."""
-        if self._sleeps and not self._asleep:
+        if self._sleeps and not self.asleep:
             # level 2 keeps no copy on the host: the trainer has the weights
             self._guard("sleep", lambda: self._llm.sleep(level=2 if self._weights else 1))
-            self._asleep = True
+            self.asleep = True
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Rollout]:
         """One Rollout per Prompt, in order. Ranks of one engine call it together, each with its own prompts.
@@ -263,7 +263,7 @@ class VllmGenerator:
         self._check(prompts, sampling)
         if self.should_stop is not None and self._tp == 1 and self.should_stop():
             raise GenerationStopped
-        if self._asleep:
+        if self.asleep:
             self.load(None, self.version)
         requests, mine = list(prompts), slice(0, len(prompts))
         if self._tp > 1 and self._world is not None:

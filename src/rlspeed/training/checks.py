@@ -4,7 +4,7 @@ each one (generator = trainer).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -12,8 +12,7 @@ from rlspeed.engine.packed import pack_sequences
 from rlspeed.engine.precision import Precision
 from rlspeed.engine.world import World
 from rlspeed.errors import Fault, RunError
-from rlspeed.rollout.generator import Generator
-from rlspeed.rollout.types import Prompt, SamplingParams
+from rlspeed.rollout.types import Prompt, Rollout, SamplingParams
 from rlspeed.training.roles import Actor
 
 # Largest mean |log-prob difference| between two layouts of the same tokens. fp32: rounding of a few hundred additions
@@ -77,7 +76,7 @@ def check_layout(
 
 def check_generator(
     actor: Actor,
-    generator: Generator,
+    generate: Callable[[Sequence[Prompt], SamplingParams], list[Rollout]],
     prompts: Sequence[Sequence[int]],
     world: World,
     limit: float,
@@ -99,7 +98,7 @@ def check_generator(
         stop_token_ids=limits.stop_token_ids,
     )
     requests = [Prompt(prompt_id=i, sample_id=0, token_ids=tuple(p), seed=i) for i, p in enumerate(prompts)]
-    rollouts = world.broadcast_object(generator.generate(requests, sampling))
+    rollouts = world.broadcast_object(generate(requests, sampling))
     batch = pack_sequences(
         [r.prompt_ids + r.response_ids for r in rollouts], [len(r.prompt_ids) for r in rollouts], multiple=multiple
     )

@@ -215,11 +215,48 @@ VALIDATION = (
     _of("sum", "val-aux/failed", "answers", "Validation answers whose scoring failed; they are in no other number."),
 )
 
+TRANSITION = (
+    _of(
+        "max",
+        "transition/seconds",
+        "s",
+        "Bringing the generator the present weights, offload included, slowest rank.",
+        clock=True,
+    ),
+    _of("max", "transition/weights_s", "s", "Moving the weights alone, slowest rank.", clock=True),
+    _of("sum", "transition/bytes_received", "bytes", "Weights that came over the wire, all ranks.", clock=True),
+    _of("sum", "transition/bytes_copied", "bytes", "Weights copied on the spot, all ranks.", clock=True),
+    _of("sum", "transition/bytes_shared", "bytes", "Weights read where the trainer has them, all ranks.", clock=True),
+    _of(
+        "sum",
+        "transition/bytes_offloaded",
+        "bytes",
+        "Optimizer state that went to the host for the time of generation, all ranks.",
+        clock=True,
+    ),
+    _of(
+        "global",
+        "transition/gb_per_s",
+        "GB/s",
+        "Bytes received and copied per rank and second of moving.",
+        clock=True,
+    ),
+    _of("max", "transition/buffers_gb", "GiB", "Memory of the mover beyond the weights, largest rank.", clock=True),
+    _of(
+        "max",
+        "transition/max_memory_allocated_gb",
+        "GiB",
+        "Device memory in tensors, peak of the transition, largest rank.",
+        clock=True,
+    ),
+)
+
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Answers": ANSWERS,
     "Updates": UPDATES,
     "Sizes": SIZES,
     "Time and memory": CLOCK,
+    "Weights to the generator": TRANSITION,
     "Validation": VALIDATION,
 }
 

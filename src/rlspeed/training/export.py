@@ -15,7 +15,7 @@ from rlspeed.training.roles import Roles
 
 def export_hf(roles: Roles, tokenizer: Any, folder: Path, world: World, precision: Precision) -> Path:
     """Gather the actor's weights and write them on rank 0; every rank calls it."""
-    weights = roles.actor.weights()
+    weights = roles.actor.whole_weights(keep=world.is_main)
     if world.is_main:
         writing = folder.with_name(f".{folder.name}.writing")
         shutil.rmtree(writing, ignore_errors=True)

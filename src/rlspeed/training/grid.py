@@ -28,6 +28,7 @@ class Grid:
     places: of every role. meshes: of the models that `parallelize` spreads; empty in a world of one. data: the ranks
     that work on other tokens than this one: what is summed over tokens is summed over them. shares: ranks of each share
     of the data; share: this rank's. leads: this rank counts its share's tokens. sp: a packed row is a multiple of it.
+    ranks_per_node: None on one node.
     """
 
     places: Mapping[Role, Placement]
@@ -37,6 +38,7 @@ class Grid:
     share: int
     leads: bool
     sp: int
+    ranks_per_node: int | None = None
 
     @property
     def actor(self) -> Placement:
@@ -51,7 +53,9 @@ def make_grid(profile: Profile, world: World) -> Grid:
         DeviceError: a mapping that these ranks cannot follow.
         ConfigError: bins that sequence parallel cannot cut evenly.
     """
-    places = _places(profile, world)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    per_node = local if world.size > local else None
+    places = _places(profile, world, per_node)
     actor = places[Role.ACTOR]
     capacity = profile.packing.capacity
     if profile.model.use_remove_padding and capacity is not None and capacity % actor.sp:
@@ -72,12 +76,12 @@ def make_grid(profile: Profile, world: World) -> Grid:
         share=share,
         leads=world.rank == shares[share][0],
         sp=actor.sp,
+        ranks_per_node=per_node,
     )
 
 
-def _places(profile: Profile, world: World) -> dict[Role, Placement]:
+def _places(profile: Profile, world: World, ranks_per_node: int | None) -> dict[Role, Placement]:
     """Placements of the models that are spread, all on the actor's ranks in the actor's order."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     devices = build_device_map(
         profile.devices,
         world_size=world.size,
@@ -85,7 +89,7 @@ def _places(profile: Profile, world: World) -> dict[Role, Placement]:
         default_device="cuda" if world.device.type == "cuda" else "cpu",
         use_cpu=world.device.type == "cpu",
         roles=used_roles(profile),
-        ranks_per_node=local if world.size > local else None,
+        ranks_per_node=ranks_per_node,
     )
     devices.require()
     actor = devices.roles[Role.ACTOR]

@@ -183,11 +183,13 @@ class Job:
 
     def _save(self) -> Path:
         with self._phase("save_checkpoint"):
+            self.setup.parts.handover.to_training()
+            self.setup.parts.handover.settle()
             progress = checkpoint.Progress(
                 step=self.step,
                 kl_coef=self.kl.coef,
                 optimizer_steps={n: r.optimizer.steps_done for n, r in self._roles().items()},
-                policy_version=self.setup.parts.collector.generator.version,
+                policy_version=self.setup.parts.handover.version,
                 total_tokens=self.total_tokens,
             )
             return checkpoint.save(
@@ -205,7 +207,7 @@ class Job:
             progress = checkpoint.load(folder, self.world, self._roles())
             self.step, self.total_tokens = progress.step, progress.total_tokens
             self.kl = AdaptiveKL(coef=progress.kl_coef, target=self.kl.target, horizon=self.kl.horizon)
-            self.setup.parts.collector.generator.load(None, progress.policy_version)
+            self.setup.parts.handover.restored(progress.policy_version)
             self.notes.append(f"resumed from {folder}")
         return True
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlspeed.algorithms.loss import DENOMINATORS, LossOut
+from rlspeed.engine.room import run_peak
 from rlspeed.training.declared import declaration
 
 # every rank's value, in rank order; engine/world.py has the real one
@@ -83,8 +84,9 @@ class StepMetrics:
     def add_memory(self, device: torch.device) -> None:
         """Add this rank's memory peak: of the device, and of the process's resident memory."""
         if device.type == "cuda":
-            self.add("perf/max_memory_allocated_gb", torch.cuda.max_memory_allocated(device) / GIB)
-            self.add("perf/max_memory_reserved_gb", torch.cuda.max_memory_reserved(device) / GIB)
+            allocated, reserved = run_peak(device)
+            self.add("perf/max_memory_allocated_gb", allocated / GIB)
+            self.add("perf/max_memory_reserved_gb", reserved / GIB)
         self.add("perf/max_rss_gb", resident_peak_bytes() / GIB)
 
     def reduce(self, gather: Gather) -> dict[str, float]:
@@ -118,6 +120,9 @@ class StepMetrics:
         if memory_rank is not None:
             out["perf/max_memory_rank"] = float(memory_rank)
         out.update(performance(out, ranks=len(ranks)))
+        if out.get("transition/weights_s", 0.0) > 0:
+            moved = out["transition/bytes_received"] + out["transition/bytes_copied"]
+            out["transition/gb_per_s"] = moved / len(ranks) / out["transition/weights_s"] / 1e9
         return dict(sorted(out.items()))
 
     def _totals(self) -> dict[str, _Total]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rlspeed.config.schema import Optimizer as OptimizerConfig
 from rlspeed.engine.parallelize import grad_norm
@@ -105,6 +106,18 @@ class MasterAdamW:
         else:
             self.scale.shrink()
         return value
+
+    def device_state(self) -> list[torch.Tensor]:
+        """Moments and masters that take memory of a GPU: this rank's parts, each with a storage of its own.
+
+        Before the first step there are no moments, and none are made.
+        """
+        state = [m.detach() for p, m in zip(self.params, self.masters) if m is not p]
+        if self.steps_done:
+            state = [t for t in self.state_tensors().values() if t.ndim]
+        parts = [t.to_local() if isinstance(t, DTensor) else t for t in state]
+        own = [t for t in parts if t.nbytes and t.untyped_storage().nbytes() == t.nbytes]
+        return [t for t in own if t.device.type == "cuda"]
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Moments, step counts and masters by parameter name, for a checkpoint; moments that do not exist yet are made.

@@ -18,7 +18,6 @@ from rlspeed.models.build import PolicyModel, ValueModel, load_causal_lm, load_m
 from rlspeed.models.materialize import fill_from_main, meta_causal_lm
 from rlspeed.models.tp_rules import rules_for
 from rlspeed.planning.devices import Role
-from rlspeed.planning.memory import TRANSITION_BUCKET_BYTES
 from rlspeed.planning.transition import training_mesh
 from rlspeed.training.grid import Grid
 
@@ -97,7 +96,7 @@ class Placing:
             group=self.world.members,
             device=self.world.device,
             aligned=aligned,
-            bucket_bytes=TRANSITION_BUCKET_BYTES,
+            bucket_bytes=own.actor.sync_bucket_mb << 20,
         )
         return module
 

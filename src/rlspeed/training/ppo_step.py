@@ -1,5 +1,5 @@
-"""One PPO/GRPO step, top to bottom: answers, scores, packs, log-probs, credit, updates, new weights to the
-generator.
+"""One PPO/GRPO step, top to bottom: new weights to the generator, answers, scores, packs, log-probs, credit,
+updates.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rlspeed.training.clock import Clock
 from rlspeed.training.collect import Collected, Collector
 from rlspeed.training.credit import assign_advantages, leave_out
 from rlspeed.training.grid import Grid
+from rlspeed.training.handover import Handover
 from rlspeed.training.metrics import StepMetrics
 from rlspeed.training.roles import Roles, Updated, actor_waits
 from rlspeed.training.seeds import seed_of
@@ -31,6 +32,7 @@ from rlspeed.training.step_metrics import (
     record_parts,
     record_sizes,
     record_streams,
+    record_transition,
 )
 from rlspeed.training.stop import StopFlag
 
@@ -43,6 +45,7 @@ class Parts:
     world: World
     grid: Grid
     roles: Roles
+    handover: Handover
     collector: Collector
     train_table: PromptTable
     clock: Clock
@@ -72,6 +75,7 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
         StopRequested: a stop was asked for before the update began.
     """
     cfg, world, grid, clock = parts.profile, parts.world, parts.grid, parts.clock
+    generate_ready(parts, metrics)
     with clock.phase("gen"):
         collected = parts.collector.generate(
             parts.train_table,
@@ -82,6 +86,8 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
             enough=cfg.data.batch_size if cfg.rollout.overprovision > 1.0 else None,
         )
     record_generation(metrics, getattr(parts.collector.generator, "stats", None))
+    if not cfg.model.actor.enable_auto_repartition_for_training:
+        parts.handover.to_training()  # the explicit call; otherwise the first pass below changes over
     with clock.phase("reward"):
         table = gather_table(world, parts.collector.score(parts.train_table, collected, step))
     table = leave_out(table, filter_groups=cfg.algorithm.filter_groups)
@@ -108,10 +114,16 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
         record_streams(shared, batches)
     parts.stop.agree()
     _update(parts, step, table, plans, per_minibatch, kl_coef, shared)
-    with clock.phase("update_weights"):
-        parts.collector.generator.load(None, parts.collector.generator.version + 1)
+    parts.handover.updated()
     _record_run(parts, batches, mean_kl, kl_coef, metrics)
     return StepResult(mean_kl=mean_kl, collected=collected, table=table)
+
+
+def generate_ready(parts: Parts, metrics: StepMetrics) -> None:
+    """Bring the generator to the trainer's weights, and report it when something had to be done."""
+    with parts.clock.phase("update_weights"):
+        parts.handover.to_generation()
+    record_transition(metrics, parts.handover.take(), parts.world.device)
 
 
 def _record_run(
@@ -124,7 +136,7 @@ def _record_run(
         metrics.add("actor/reward_kl_penalty_coeff", kl_coef)
     if where == "loss":
         metrics.add("actor/kl_coef", kl_coef)
-    metrics.add("rollout_corr/policy_version", float(parts.collector.generator.version - 1))
+    metrics.add("rollout_corr/policy_version", float(parts.collector.generator.version))
     if parts.roles.critic is not None:
         explained = explained_variance(batches, parts.grid.data)
         if explained is not None:

@@ -17,6 +17,7 @@ from rlspeed.engine.parallelize import full_tensor
 from rlspeed.engine.precision import Precision
 from rlspeed.engine.world import World
 from rlspeed.models.build import PolicyModel, ValueModel, load_model_config
+from rlspeed.models.weights import live_weights
 from rlspeed.planning.devices import Role
 from rlspeed.planning.probe import probe_machine
 from rlspeed.planning.report import inspect_profile
@@ -40,12 +41,25 @@ class Updated:
     empty: bool
 
 
+def _freely(what: str) -> None:
+    """Nothing to be done before `what`."""
+
+
+def _at_once() -> None:
+    """Nothing to wait for."""
+
+
 class Trainable:
-    """A model with its optimizer; the base of actor and critic is this one method, not a class tree."""
+    """A model with its optimizer; the base of actor and critic is this one method, not a class tree.
+
+    entering: called before any work, with what it is; settled: before the optimizer's state is read (`Handover`).
+    """
 
     def __init__(self, model: nn.Module, optimizer: MasterAdamW) -> None:
         self.model = model
         self.optimizer = optimizer
+        self.entering: Callable[[str], None] = _freely
+        self.settled: Callable[[], None] = _at_once
 
     def update(
         self, batches: Sequence[PackedBatch], loss_of: Callable[[PackedBatch], torch.Tensor], *, global_tokens: int
@@ -56,6 +70,7 @@ class Trainable:
         plain sum over bins and ranks. global_tokens: training tokens of the mini-batch over all ranks; with 0 nothing
         is changed.
         """
+        self.entering("an update")
         lr = self.optimizer.lr
         self.optimizer.zero_grad()
         if global_tokens == 0:
@@ -67,6 +82,7 @@ class Trainable:
             with record_function(f"{UPDATE_RANGE}backward"):
                 loss.backward()
         with record_function(f"{UPDATE_RANGE}optimizer"):
+            self.settled()
             grad_norm = self.optimizer.step()
         return Updated(grad_norm=grad_norm, lr=lr, empty=False)
 
@@ -85,11 +101,20 @@ class Actor(Trainable):
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """Log-probs [N] of the tokens that train under the present weights."""
+        self.entering("a scoring pass")
         return self.model(batch, self.temperature, False)[0]
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Hugging Face name to whole tensor: the live parameters on one rank, gathered ones when they are sharded."""
-        return {n.removeprefix("causal_lm."): full_tensor(p.detach()) for n, p in self.model.named_parameters()}
+    def whole_weights(self, *, keep: bool) -> dict[str, torch.Tensor]:
+        """Hugging Face name to whole tensor in host memory, gathered one by one; {} where this rank keeps none.
+
+        Every rank calls it.
+        """
+        out = {}
+        for name, parameter in live_weights(self.model).items():
+            whole = full_tensor(parameter.detach())
+            if keep:
+                out[name] = whole.cpu()
+        return out
 
 
 class Critic(Trainable):
@@ -102,6 +127,7 @@ class Critic(Trainable):
     @torch.no_grad()
     def values(self, batch: PackedBatch) -> torch.Tensor:
         """Values [N] under the present weights."""
+        self.entering("a scoring pass")
         return self.model(batch)
 
 
@@ -111,10 +137,12 @@ class Reference:
     def __init__(self, model: PolicyModel, temperature: float) -> None:
         self.model = model
         self.temperature = temperature
+        self.entering: Callable[[str], None] = _freely
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """Log-probs [N] of the tokens that train under the reference."""
+        self.entering("a scoring pass")
         return self.model(batch, self.temperature, False)[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,13 @@ from rlspeed.planning.devices import uses_vllm
 from rlspeed.rewards.pool import RewardPool
 from rlspeed.rollout.builtin import BuiltinGenerator
 from rlspeed.rollout.generator import Generator
-from rlspeed.rollout.types import SamplingParams
+from rlspeed.rollout.types import Prompt, Rollout, SamplingParams
 from rlspeed.rollout.vllm import VllmGenerator
 from rlspeed.training.checks import check_generator, check_layout, sample_sequences
 from rlspeed.training.clock import Clock
 from rlspeed.training.collect import Collector
 from rlspeed.training.grid import Grid, make_grid
+from rlspeed.training.handover import Handover, make_handover
 from rlspeed.training.ppo_step import Parts
 from rlspeed.training.roles import Roles, build_roles
 from rlspeed.training.stop import StopFlag
@@ -65,7 +67,9 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
     total_steps, per_step = _lengths(profile, len(train_table))
     grid = make_grid(profile, world)
     roles = build_roles(profile, precision, world, grid, total_steps, per_step)
-    generator = _generator(profile, roles, tokenizer, world, stop, precision)
+    handover = make_handover(profile, precision, world, grid, roles)
+    generator = _generator(profile, roles, handover, tokenizer, world, stop, precision)
+    handover.attach(generator)
     collector = Collector(
         profile=profile,
         world=world,
@@ -81,19 +85,12 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
         world=world,
         grid=grid,
         roles=roles,
+        handover=handover,
         collector=collector,
         train_table=train_table,
         clock=clock,
         stop=stop,
-        capacity=profile.packing.capacity or -(-max(4096, profile.data.max_length) // grid.sp) * grid.sp,
-    )
-    notes = (
-        f"{world.size} process(es) on {world.device.type}{_degrees(grid)}; {precision.reason}",
-        f"attention: {roles.attention_reason}",
-        *([roles.memory_reason] if roles.memory_reason else []),
-        *([generator.note] if isinstance(generator, VllmGenerator) else []),
-        *train_table.notes,
-        *(val_table.notes if val_table else ()),
+        capacity=_capacity(profile, grid),
     )
     return Setup(
         parts=parts,
@@ -103,8 +100,28 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
         total_steps=total_steps,
         tokenizer=tokenizer,
         precision=precision,
-        notes=notes,
+        notes=(
+            f"{world.size} process(es) on {world.device.type}{_degrees(grid)}; {precision.reason}",
+            *_reasons(roles, generator),
+            *train_table.notes,
+            *(val_table.notes if val_table else ()),
+        ),
     )
+
+
+def _reasons(roles: Roles, generator: Generator) -> list[str]:
+    """Why kernels, memory and the generator are as they are."""
+    out = [f"attention: {roles.attention_reason}"]
+    if roles.memory_reason:
+        out.append(roles.memory_reason)
+    if isinstance(generator, VllmGenerator):
+        out.append(generator.note)
+    return out
+
+
+def _capacity(profile: Profile, grid: Grid) -> int:
+    """Tokens of a bin, a multiple of the sequence parallel degree."""
+    return profile.packing.capacity or -(-max(4096, profile.data.max_length) // grid.sp) * grid.sp
 
 
 def _degrees(grid: Grid) -> str:
@@ -137,13 +154,17 @@ def _lengths(profile: Profile, rows: int) -> tuple[int, int]:
 
 
 def _generator(
-    profile: Profile, roles: Roles, tokenizer: Any, world: World, stop: StopFlag, precision: Precision
+    profile: Profile,
+    roles: Roles,
+    handover: Handover,
+    tokenizer: Any,
+    world: World,
+    stop: StopFlag,
+    precision: Precision,
 ) -> Generator:
-    """vLLM where it is asked for, else the built-in generator over the actor's own weights; gathered copies where the
-    actor is sharded.
-    """
+    """vLLM where it is asked for, else the built-in generator over the weights that the handover brings."""
     if uses_vllm(profile.devices, profile.model.actor.use_vllm_for_generation):
-        return _vllm(profile, roles, tokenizer, world, stop, precision)
+        return _vllm(profile, roles, handover, tokenizer, world, stop, precision)
     return BuiltinGenerator(
         roles.causal_lm,
         tokenizer=tokenizer,
@@ -151,13 +172,19 @@ def _generator(
         cache_gib=profile.rollout.kv_cache_gib,
         longest_first=profile.rollout.longest_first,
         max_length=profile.data.max_length,
-        weights=roles.actor.weights,
+        weights=handover.carrier.tensors,
         should_stop=stop,
     )
 
 
 def _vllm(
-    profile: Profile, roles: Roles, tokenizer: Any, world: World, stop: StopFlag, precision: Precision
+    profile: Profile,
+    roles: Roles,
+    handover: Handover,
+    tokenizer: Any,
+    world: World,
+    stop: StopFlag,
+    precision: Precision,
 ) -> VllmGenerator:
     """vLLM with the engine arguments of the device mapping; its tensors hold the training parameters where they can."""
     mapped = profile.devices.actor.vllm_config if profile.devices.actor else VLLMConfig()
@@ -169,8 +196,8 @@ def _vllm(
         max_length=profile.data.max_length,
         max_concurrent=profile.rollout.max_concurrent,
         sampling=_sampling(profile, roles, tokenizer),
-        weights=roles.actor.weights,
-        trainer=roles.actor.model if world.size == 1 else None,
+        weights=handover.carrier.tensors if handover.carrier.shares else dict,
+        trainer=roles.actor.model if handover.carrier.shares else None,
         world=world,
         tensor_parallel_size=mapped.tensor_parallel_size,
         engine_args=extra,
@@ -205,9 +232,16 @@ def startup_checks(setup: Setup) -> list[str]:
     )
     form = "packed" if parts.profile.model.use_remove_padding else "padded"
     notes = [f"checked: {form} = one by one (mean difference {gap:.1e})"]
+
+    def answers(requests: Sequence[Prompt], sampling: SamplingParams) -> list[Rollout]:
+        parts.handover.to_generation()
+        out = parts.collector.generator.generate(requests, sampling)
+        parts.handover.to_training()
+        return out
+
     gap = check_generator(
         parts.roles.actor,
-        parts.collector.generator,
+        answers,
         prompts,
         parts.world,
         parts.profile.rollout.parity_tolerance,

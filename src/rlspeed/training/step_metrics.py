@@ -14,7 +14,8 @@ from rlspeed.rollout.stats import GenerationStats
 from rlspeed.training.batches import Answer, MiniBatch
 from rlspeed.training.credit import informative_groups
 from rlspeed.training.grid import Grid
-from rlspeed.training.metrics import StepMetrics, seqlen_balance
+from rlspeed.training.handover import Transition
+from rlspeed.training.metrics import GIB, StepMetrics, seqlen_balance
 
 
 def record_answers(metrics: StepMetrics, table: Sequence[Answer], world: World) -> None:
@@ -107,6 +108,22 @@ def explained_variance(batches: Sequence[PackedBatch], world: World) -> float | 
         return None
     total, left = r2 / count - (r / count) ** 2, e2 / count - (e / count) ** 2
     return 1.0 - left / total if total > 1e-12 else None
+
+
+def record_transition(metrics: StepMetrics, done: Transition | None, device: torch.device) -> None:
+    """What it took to bring the generator the present weights; nothing when it had them."""
+    if done is None:
+        return
+    moved = done.moved
+    metrics.add("transition/seconds", done.seconds)
+    metrics.add("transition/weights_s", moved.seconds)
+    metrics.add("transition/bytes_received", float(moved.received_bytes))
+    metrics.add("transition/bytes_copied", float(moved.copied_bytes))
+    metrics.add("transition/bytes_shared", float(moved.shared_bytes))
+    metrics.add("transition/bytes_offloaded", float(done.offloaded_bytes))
+    metrics.add("transition/buffers_gb", moved.buffer_bytes / GIB)
+    if device.type == "cuda":
+        metrics.add("transition/max_memory_allocated_gb", done.peak.num_bytes / GIB)
 
 
 def record_mismatch(metrics: StepMetrics, batch: PackedBatch) -> None:

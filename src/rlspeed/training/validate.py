@@ -9,7 +9,7 @@ from typing import Any
 from rlspeed.data.prompts import PromptTable
 from rlspeed.training.collect import Collected
 from rlspeed.training.metrics import StepMetrics
-from rlspeed.training.ppo_step import Parts
+from rlspeed.training.ppo_step import Parts, generate_ready
 from rlspeed.training.val_metrics import ValAnswer, validation_metrics
 
 # keeps the random streams of validation apart from those of training steps
@@ -28,6 +28,7 @@ def validate(parts: Parts, table: PromptTable, step: int, metrics: StepMetrics) 
     if cfg.run.validation_temperature > 0:
         sampling = replace(collector.sampling, temperature=cfg.run.validation_temperature)
     count = len(table) if cfg.data.max_val_samples is None else min(len(table), cfg.data.max_val_samples)
+    generate_ready(parts, metrics)
     collected = collector.generate(
         table, range(count), n=cfg.run.validation_n, sampling=sampling, stream=VALIDATION_STREAM
     )

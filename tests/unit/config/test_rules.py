@@ -193,12 +193,6 @@ def test_what_a_profile_sets_may_lose_its_effect() -> None:
 @pytest.mark.parametrize(
     ("word", "key"),
     [
-        ("model.actor.use_3d_hybrid_engine=false", "model.actor.use_3d_hybrid_engine"),
-        (
-            "model.actor.use_lightweight_sharding_for_generation=false",
-            "model.actor.use_lightweight_sharding_for_generation",
-        ),
-        ("model.actor.enable_auto_repartition_for_training=false", "model.actor.enable_auto_repartition_for_training"),
         ("devices.critic.sequence_parallel_size=2", "devices.critic.sequence_parallel_size"),
         ("devices.critic.fsdp_config.cpu_offload=true", "devices.critic.fsdp_config.cpu_offload"),
         ("devices.critic.use_cpu_offload=true", "devices.critic.use_cpu_offload"),
@@ -230,7 +224,16 @@ def test_degrees_that_do_not_go_together_are_refused() -> None:
     assert found(tp, "model.use_remove_padding=false", world_size=2) == []
 
 
+def test_the_classic_way_has_no_buckets() -> None:
+    words = ("model.actor.use_3d_hybrid_engine=false", "model.actor.verify_sync=checksum")
+    (fault,) = found(*words)
+    assert fault.found.startswith("model.actor.verify_sync: has no effect")
+    assert found(words[1]) == []
+
+
 def test_what_can_be_done_is_not_refused() -> None:
+    switches = ("use_3d_hybrid_engine", "use_lightweight_sharding_for_generation")
+    assert found(*(f"model.actor.{s}=false" for s in (*switches, "enable_auto_repartition_for_training"))) == []
     strategy = "devices.actor.fsdp_config.sharding_strategy"
     for value in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"):
         assert found(f"{strategy}={value}", world_size=2) == []

@@ -136,7 +136,8 @@ def test_optimizer_kinds_take_what_they_keep_on_the_device() -> None:
 
 def test_sharding_divides_the_states_and_gathers_blocks() -> None:
     whole = {m.phase: m for m in predict_memory(device_map(1, GRPO), dict.fromkeys(GRPO, QWEN_7B), SIZE, 0)}
-    eight = {m.phase: m for m in predict_memory(device_map(8, GRPO), dict.fromkeys(GRPO, QWEN_7B), SIZE, 3)}
+    light, roles = replace(SIZE, lightweight=True), dict.fromkeys(GRPO, QWEN_7B)
+    eight = {m.phase: m for m in predict_memory(device_map(8, GRPO), roles, light, 3)}
     a, b = whole["update actor"], eight["update actor"]
     assert b.optimizer == pytest.approx(a.optimizer / 8, rel=1e-6)
     assert b.weights == pytest.approx(a.weights / 8, rel=1e-6)
@@ -146,11 +147,28 @@ def test_sharding_divides_the_states_and_gathers_blocks() -> None:
 
 
 def test_classic_way_needs_the_models_size_more() -> None:
+    """While it generates on one rank; while it changes over on eight, where the engine has its buckets alone."""
+    weights = 2 * QWEN_1_5B.num_params
+    roles, light = dict.fromkeys(GRPO, QWEN_1_5B), replace(SIZE, lightweight=True)
+    for ranks, phase in ((1, "generation"), (1, "transition"), (8, "transition")):
+        ways = [
+            {m.phase: m.peak for m in predict_memory(device_map(ranks, GRPO), roles, size, 0)}
+            for size in (replace(light, hybrid_engine=False), light)
+        ]
+        less = 4 * SIZE.bucket_bytes if ranks > 1 else 0
+        assert ways[0][phase] - ways[1][phase] >= weights - less
+        assert ways[0]["update actor"] == ways[1]["update actor"]
+
+
+def test_weights_of_the_generator_stay_where_generation_is_not_lightweight() -> None:
     roles = dict.fromkeys(GRPO, QWEN_1_5B)
-    engine = predict_memory(device_map(1, GRPO), roles, SIZE, 0)
-    classic = predict_memory(device_map(1, GRPO), roles, replace(SIZE, hybrid_engine=False), 0)
-    least = max(m.peak for m in engine) + 2 * QWEN_1_5B.num_params
-    assert max(m.peak for m in classic) >= least
+    light, heavy = (
+        {m.phase: m for m in predict_memory(device_map(8, GRPO), roles, replace(SIZE, lightweight=lightweight), 0)}
+        for lightweight in (True, False)
+    )
+    assert heavy["update actor"].weights - light["update actor"].weights == 2 * QWEN_1_5B.num_params
+    # what is received waits beside the old weights until all has arrived
+    assert heavy["transition"].buffers - light["transition"].buffers == 2 * QWEN_1_5B.num_params - 2 * SIZE.bucket_bytes
 
 
 def test_options_do_what_they_say() -> None:
