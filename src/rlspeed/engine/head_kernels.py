@@ -12,6 +12,9 @@ import triton.language as tl
 
 # below every logit, and far enough from fp32's end that differences stay finite
 LOWEST = tl.constexpr(-1.0e30)
+# the number of tokens differs from pack to pack: code of its own for multiples of 16 would be compiled, for seconds,
+# when the first such pack turns up in the middle of a run
+TOKENS = ("N",)
 
 
 @triton.jit
@@ -71,7 +74,7 @@ def _scaled(acc, bias, columns, V, inv_temperature, HAS_BIAS: tl.constexpr):
     return tl.where(columns[None, :] < V, acc * inv_temperature, LOWEST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=TOKENS)
 def fused_stats_kernel(
     h,
     w,
@@ -123,7 +126,7 @@ def fused_stats_kernel(
             tl.store(part_u + out, tl.sum(e * d, 1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=TOKENS)
 def merge_stats_kernel(
     part_m,
     part_s,
@@ -175,7 +178,7 @@ def _gradient(z, columns, target, lse, entropy, g, g_entropy, inv_temperature, W
     return (p * factor + tl.where(columns == target, g, 0.0)) * inv_temperature
 
 
-@triton.jit
+@triton.jit(do_not_specialize=TOKENS)
 def fused_gradient_kernel(
     h,
     w,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlspeed.errors import ConfigError, Fault, RewardError
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from rlspeed.config.schema import RewardModel
 
 BATCH_TOKENS = 16384
+# transformers would load it where peft is installed, and leave it out where it is not
+ADAPTER_FILE = "adapter_config.json"
 
 
 class RewardModelScorer:
@@ -132,6 +135,15 @@ class RewardModelScorer:
     def _load_model(self, dtype: torch.dtype) -> Any:
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
+        if (Path(self._path) / ADAPTER_FILE).is_file():
+            raise ConfigError(
+                Fault(
+                    where=self._where,
+                    found=f"{self._path!r} holds an adapter ({ADAPTER_FILE})",
+                    allowed="a whole model",
+                    fix="merge the adapter into its base model first; loaded apart its weights would be left out",
+                )
+            )
         try:
             config = AutoConfig.from_pretrained(self._path)
         except (OSError, ValueError) as error:

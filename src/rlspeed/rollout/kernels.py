@@ -11,6 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# one code for all layers, also for layer 1 and multiples of 16
+LAYER = ("layer",)
+
 
 @triton.jit
 def add_norm_kernel(x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
@@ -70,7 +73,7 @@ def _rotated(first, second, cos_ptr, sin_ptr, at, inside, D: tl.constexpr):
     return one, two
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LAYER)
 def rotate_kernel(
     qkv_ptr,
     q_ptr,
@@ -152,7 +155,7 @@ def _block(
     return now, total * fade + tl.sum(p, 1), acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LAYER)
 def attend_kernel(
     q_ptr,
     part_ptr,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,16 @@ def test_the_text_alone_without_a_template(folder: Path, make_sample: Callable[.
 def test_several_labels_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 labels"):
         scorer(save(tmp_path / "two", labels=2))
+
+
+def test_an_adapter_beside_the_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    """sync-08: an adapter would be left out, or loaded by whoever has peft."""
+    copy = tmp_path / "rm"
+    shutil.copytree(folder, copy)
+    RewardModelScorer(RewardModel(path=str(copy)), "cpu", torch.float32)
+    (copy / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="adapter"):
+        RewardModelScorer(RewardModel(path=str(copy)), "cpu", torch.float32)
 
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
