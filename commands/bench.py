@@ -48,7 +48,8 @@ class Precision(StrEnum):
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a hub name, or `quickstart`.")],
     prompts: Annotated[
-        list[str], typer.Argument(metavar="PROMPTS...", help="Parquet or JSONL files, `quickstart:train`, or .txt files.")
+        list[str],
+        typer.Argument(metavar="PROMPTS...", help="Parquet or JSONL files, `quickstart:train`, or .txt files."),
     ],
     generator: Annotated[Engine, typer.Option(help="What generates.")] = Engine.builtin,
     prompt_key: Annotated[str, typer.Option(help="Column with the prompt.")] = "prompt",
