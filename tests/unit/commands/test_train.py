@@ -93,7 +93,7 @@ def test_dry_run_prints_and_then_says_what_would_refuse_the_run(here: Path, capf
     assert isinstance(result.exception, ConfigError)
     assert "devices.critic.device_mesh = [2, 3]  # device_mapping.yaml:9" in result.stdout
     faults = {f.where: str(f) for f in result.exception.faults}
-    assert "devices.actor.use_vllm is true" in faults["device_mapping.yaml:4"]
+    assert "not installed, and it is to generate" in faults["vllm"]
     assert "0 visible" in faults["GPUs"]
     assert "the mapping needs 4" in faults["world size"]
 
