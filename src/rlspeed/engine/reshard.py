@@ -17,7 +17,6 @@ Source: the walk of a weight is in docs/design/resharding.md.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -207,9 +206,8 @@ class Resharder:
             faults = [f"{type(error).__name__}: {error}"]
         members = self._route.members
         if len(members) > 1:
-            digest = hashlib.sha256(repr(self.plan).encode()).hexdigest()
             told: list[tuple[str, list[str]]] = [("", [])] * len(members)
-            dist.all_gather_object(told, (digest, faults), group=self._route.group)
+            dist.all_gather_object(told, (self.plan.digest(), faults), group=self._route.group)
             faults = [f"rank {rank}: {f}" for rank, (_, part) in zip(members, told) for f in part]
             if len({d for d, _ in told}) > 1:
                 faults.append("the ranks have computed different plans")

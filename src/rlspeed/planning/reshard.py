@@ -6,9 +6,13 @@ their lower bound. What a rank holds already it copies from itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heapreplace
+from itertools import pairwise
 
 from rlspeed.errors import LayoutError
 from rlspeed.planning.layout import Layout, Region
@@ -47,8 +51,7 @@ class TensorPlan:
 
     Raises:
         LayoutError: an element of a destination that comes never or twice, a move from a rank that does not hold it,
-        or an
-            unknown wire dtype.
+        or an unknown wire dtype.
     """
 
     name: str
@@ -61,19 +64,33 @@ class TensorPlan:
     def __post_init__(self) -> None:
         if self.wire_dtype not in DTYPE_BYTES:
             raise LayoutError(f"{self.name}: wire dtype {self.wire_dtype!r}; known are {', '.join(DTYPE_BYTES)}")
-        if list(self.moves) != sorted(self.moves, key=lambda m: (m.dst, m.region.offset)):
+        order = [(m.dst, m.region.offset) for m in self.moves]
+        if any(a > b for a, b in pairwise(order)):
             raise LayoutError(f"{self.name}: moves are not in the order (dst, offset)")
         held, wanted = self.src.regions(self.shape), self.dst.regions(self.shape)
         pieces: dict[int, list[Region]] = {rank: [] for rank in wanted}
+        inside: set[tuple[int, int]] = set()  # many receivers share a box: each is looked at once for each sender
         for move in self.moves:
-            if move.src not in held or not move.region.within(held[move.src]):
-                raise LayoutError(f"{self.name}: rank {move.src} does not hold {move.region}")
+            seen = (move.src, id(move.region))
+            if seen not in inside:
+                if move.src not in held or not move.region.within(held[move.src]):
+                    raise LayoutError(f"{self.name}: rank {move.src} does not hold {move.region}")
+                inside.add(seen)
             if move.dst not in wanted:
                 raise LayoutError(f"{self.name}: rank {move.dst} is not in the destination")
             pieces[move.dst].append(move.region)
+        covered: set[tuple[int, tuple[int, ...]]] = set()
         for rank, region in wanted.items():
-            if not _covers(region, tuple(pieces[rank])):
+            same = (id(region), tuple(map(id, pieces[rank])))
+            if same not in covered and not _covers(region, tuple(pieces[rank])):
                 raise LayoutError(f"{self.name}: rank {rank} does not get each element of {region} exactly once")
+            covered.add(same)
+
+    def renamed(self, name: str) -> TensorPlan:
+        """The same plan for another tensor of this shape, dtype and layouts. It shares the moves; they are checked."""
+        out = copy(self)
+        object.__setattr__(out, "name", name)
+        return out
 
     @property
     def element_bytes(self) -> int:
@@ -98,45 +115,68 @@ class ReshardPlan:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that hold or want something, ascending."""
-        return tuple(sorted({r for t in self.tensors for r in (*t.src.mesh.ranks, *t.dst.mesh.ranks)}))
+        meshes = {id(m): m for t in self.tensors for m in (t.src.mesh, t.dst.mesh)}
+        return tuple(sorted({r for m in meshes.values() for r in m.ranks}))
+
+    def digest(self) -> str:
+        """SHA-256 of all of it, in hex: equal plans have equal ones, so ranks can compare theirs."""
+        total = hashlib.sha256()
+        alike: dict[int, bytes] = {}
+        for t in self.tensors:
+            if id(t.moves) not in alike:
+                boxes = [(m.src, m.dst, m.region.offset, m.region.shape) for m in t.moves]
+                alike[id(t.moves)] = hashlib.sha256(repr(boxes).encode()).digest()
+            total.update(repr((t.name, t.shape, t.wire_dtype, t.src.cuts, t.dst.cuts)).encode())
+            total.update(alike[id(t.moves)])
+        return total.hexdigest()
 
     def bytes_by_pair(self) -> dict[tuple[int, int], int]:
         """(src, dst) -> bytes on the wire, for the pairs that exchange anything; own copies are not in it."""
         out: dict[tuple[int, int], int] = {}
-        for tensor in self.tensors:
-            for move in tensor.moves:
-                if not move.is_local:
-                    pair = (move.src, move.dst)
-                    out[pair] = out.get(pair, 0) + move.region.num_elements * tensor.element_bytes
+        for move, size in self._sizes():
+            if move.src != move.dst:
+                pair = (move.src, move.dst)
+                out[pair] = out.get(pair, 0) + size
         return dict(sorted(out.items()))
 
     def bytes_received(self) -> dict[int, int]:
         """Bytes over the wire into each rank."""
-        return self._totals(1)
+        out = dict.fromkeys(self.ranks, 0)
+        for move, size in self._sizes():
+            if move.src != move.dst:
+                out[move.dst] += size
+        return out
 
     def bytes_sent(self) -> dict[int, int]:
         """Bytes over the wire out of each rank."""
-        return self._totals(0)
+        out = dict.fromkeys(self.ranks, 0)
+        for move, size in self._sizes():
+            if move.src != move.dst:
+                out[move.src] += size
+        return out
 
     def bytes_copied(self) -> dict[int, int]:
         """Bytes that each rank copies from itself, in wire dtype."""
         out = dict.fromkeys(self.ranks, 0)
-        for tensor in self.tensors:
-            for move in tensor.moves:
-                if move.is_local:
-                    out[move.dst] += move.region.num_elements * tensor.element_bytes
+        for move, size in self._sizes():
+            if move.src == move.dst:
+                out[move.dst] += size
         return out
 
     @property
     def num_bytes(self) -> int:
         """Bytes over the wire, all ranks together."""
-        return sum(self.bytes_by_pair().values())
+        return sum(size for move, size in self._sizes() if move.src != move.dst)
 
-    def _totals(self, end: int) -> dict[int, int]:
-        out = dict.fromkeys(self.ranks, 0)
-        for pair, count in self.bytes_by_pair().items():
-            out[pair[end]] += count
-        return out
+    def _sizes(self) -> Iterator[tuple[Move, int]]:
+        """(move, its bytes); tensors that share their moves are counted together."""
+        alike: dict[tuple[int, int], tuple[tuple[Move, ...], int]] = {}
+        for tensor in self.tensors:
+            key = (id(tensor.moves), tensor.element_bytes)
+            alike[key] = (tensor.moves, alike.get(key, ((), 0))[1] + tensor.element_bytes)
+        for moves, width in alike.values():
+            for move in moves:
+                yield move, move.region.num_elements * width
 
 
 def plan_reshard(requests: Iterable[TensorRequest], *, ranks_per_node: int | None = None) -> ReshardPlan:
@@ -149,31 +189,14 @@ def plan_reshard(requests: Iterable[TensorRequest], *, ranks_per_node: int | Non
     Raises:
         LayoutError: a name twice, an unknown wire dtype, or a layout that does not fit its tensor.
     """
-    ordered = sorted(requests, key=lambda r: r.name)
-    sent: dict[int, int] = {}
-    known: dict[tuple[tuple[int, ...], Layout, Layout], list[_Need]] = {}
+    kinds: dict[tuple[tuple[int, ...], Layout, Layout], _Kind] = {}
+    loads = _Loads()
     tensors = []
-    for request in ordered:
+    for request in sorted(requests, key=lambda r: r.name):
         key = (request.shape, request.src, request.dst)
-        if key not in known:
-            known[key] = _needs(*key)
-        width = DTYPE_BYTES.get(request.wire_dtype, 0)
-        moves = []
-        for need in known[key]:
-            source = _source(need, sent, ranks_per_node)
-            if source != need.dst:
-                sent[source] = sent.get(source, 0) + need.region.num_elements * width
-            moves.append(Move(src=source, dst=need.dst, region=need.region))
-        tensors.append(
-            TensorPlan(
-                name=request.name,
-                shape=request.shape,
-                wire_dtype=request.wire_dtype,
-                src=request.src,
-                dst=request.dst,
-                moves=tuple(moves),
-            )
-        )
+        if key not in kinds:
+            kinds[key] = _Kind(*key, ranks_per_node)
+        tensors.append(_plan_tensor(request, kinds[key], loads))
     return ReshardPlan(tensors=tuple(tensors))
 
 
@@ -187,35 +210,107 @@ def least_bytes(shape: Sequence[int], src: Layout, dst: Layout, element_bytes: i
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """A box that `dst` needs, with all ranks that hold it whole."""
+class _Kind:
+    """Tensors of one shape and one pair of layouts.
 
-    dst: int
-    region: Region
-    holders: tuple[int, ...]
+    first: by wire dtype, the plan of the first of them, kept where each box has one possible sender: then the moves of
+    the others are the same ones. sent: elements that each rank sends for one of them.
+    """
+
+    def __init__(self, shape: tuple[int, ...], src: Layout, dst: Layout, ranks_per_node: int | None) -> None:
+        cells = src.cells(shape)
+        givers = {ranks: _Givers(ranks, ranks_per_node) for _, ranks in cells}
+        self.wanted = sorted(dst.regions(shape).items())
+        self.pieces: dict[Region, list[tuple[Region, _Givers]]] = {}
+        for region in {r for _, r in self.wanted}:
+            met = [(region.meet(cell), givers[ranks]) for cell, ranks in cells]
+            self.pieces[region] = sorted(((p, g) for p, g in met if p is not None), key=lambda item: item[0].offset)
+        self.first: dict[str, TensorPlan] = {}
+        self.sent: dict[int, int] = {}
+
+    def needs(self) -> Iterator[tuple[int, Region, tuple[int, ...]]]:
+        """(receiver, box, ranks that may give it), by (receiver, offset)."""
+        for rank, region in self.wanted:
+            for piece, givers in self.pieces[region]:
+                yield rank, piece, givers.to(rank)
 
 
-def _needs(shape: tuple[int, ...], src: Layout, dst: Layout) -> list[_Need]:
-    """Each destination's region cut along the source's cells, by (dst, offset)."""
-    cells = src.cells(shape)
-    wanted = dst.regions(shape)
-    pieces: dict[Region, list[tuple[Region, tuple[int, ...]]]] = {}
-    for region in set(wanted.values()):
-        met = [(region.meet(cell), holders) for cell, holders in cells]
-        pieces[region] = sorted(((p, h) for p, h in met if p is not None), key=lambda item: item[0].offset)
-    return [_Need(rank, piece, holders) for rank in sorted(wanted) for piece, holders in pieces[wanted[rank]]]
+class _Loads:
+    """Bytes that each rank has sent, and the least loaded rank of a set of holders.
+
+    A heap for each set; its entries may be out of date, never too high, so one on top that is up to date is the least.
+    """
+
+    def __init__(self) -> None:
+        self.sent: dict[int, int] = {}
+        self._heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def least(self, holders: tuple[int, ...]) -> int:
+        """The holder that has sent the fewest bytes; the lowest rank of several."""
+        heap = self._heaps.get(holders)
+        if heap is None:
+            heap = self._heaps[holders] = [(0, rank) for rank in sorted(holders)]
+        while heap[0][0] != self.sent.get(heap[0][1], 0):
+            rank = heap[0][1]
+            heapreplace(heap, (self.sent[rank], rank))
+        return heap[0][1]
+
+    def add(self, rank: int, count: int) -> None:
+        """`rank` sends `count` bytes more."""
+        self.sent[rank] = self.sent.get(rank, 0) + count
 
 
-def _source(need: _Need, sent: dict[int, int], ranks_per_node: int | None) -> int:
-    """Who gives it: the receiver itself, else the least loaded holder, the own node first."""
-    if need.dst in need.holders:
-        return need.dst
-    holders = need.holders
-    if ranks_per_node:
-        node = need.dst // ranks_per_node
-        holders = tuple(r for r in holders if r // ranks_per_node == node) or holders
-    return min(holders, key=lambda r: (sent.get(r, 0), r))
+def _plan_tensor(request: TensorRequest, kind: _Kind, loads: _Loads) -> TensorPlan:
+    """Choose a sender for each need and count what it sends."""
+    width = DTYPE_BYTES.get(request.wire_dtype, 0)
+    first = kind.first.get(request.wire_dtype)
+    if first is not None:
+        for rank, elements in kind.sent.items():
+            loads.add(rank, elements * width)
+        return first.renamed(request.name)
+    moves: list[Move] = []
+    sent: dict[int, int] = {}
+    decided = True
+    for dst, region, givers in kind.needs():
+        source = givers[0]
+        if len(givers) > 1:
+            source, decided = loads.least(givers), False
+        if source != dst:
+            elements = region.num_elements
+            sent[source] = sent.get(source, 0) + elements
+            loads.add(source, elements * width)
+        moves.append(Move(src=source, dst=dst, region=region))
+    plan = TensorPlan(
+        name=request.name,
+        shape=request.shape,
+        wire_dtype=request.wire_dtype,
+        src=request.src,
+        dst=request.dst,
+        moves=tuple(moves),
+    )
+    if decided:
+        kind.first[request.wire_dtype], kind.sent = plan, sent
+    return plan
+
+
+class _Givers:
+    """Ranks that hold one cell, and which of them may give it to whom."""
+
+    def __init__(self, ranks: tuple[int, ...], ranks_per_node: int | None) -> None:
+        self.ranks = ranks
+        self.own = {r: (r,) for r in ranks}
+        self.per_node = ranks_per_node
+        self.by_node: dict[int, tuple[int, ...]] = {}
+        if ranks_per_node:
+            for rank in ranks:
+                node = rank // ranks_per_node
+                self.by_node[node] = (*self.by_node.get(node, ()), rank)
+
+    def to(self, rank: int) -> tuple[int, ...]:
+        """The receiver itself, else the holders on its node, else all."""
+        if rank in self.own:
+            return self.own[rank]
+        return self.by_node.get(rank // self.per_node, self.ranks) if self.per_node else self.ranks
 
 
 @lru_cache(maxsize=4096)
@@ -223,4 +318,16 @@ def _covers(whole: Region, pieces: tuple[Region, ...]) -> bool:
     """True when `pieces` make up `whole` without overlap (many ranks and layers ask the same question)."""
     if sum(p.num_elements for p in pieces) != whole.num_elements or not all(p.within(whole) for p in pieces):
         return False
-    return not any(a.meet(b) for i, a in enumerate(pieces) for b in pieces[i + 1 :])
+    # along the dimension with the most cuts a piece is compared with those alone that begin before it ends
+    dim = max(range(len(whole.shape)), key=lambda d: len({p.offset[d] for p in pieces}), default=None)
+    if dim is None:
+        return True
+    ordered = sorted(pieces, key=lambda p: p.offset[dim])
+    for i, piece in enumerate(ordered):
+        end = piece.offset[dim] + piece.shape[dim]
+        for other in ordered[i + 1 :]:
+            if other.offset[dim] >= end:
+                break
+            if piece.meet(other):
+                return False
+    return True
