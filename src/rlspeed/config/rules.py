@@ -153,7 +153,8 @@ def optimizers_can_run(loaded: LoadedProfile, world_size: int) -> Iterator[Fault
 
 def every_key_has_an_effect(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     """A key that the user set and that this run would not look at."""
-    for applies, keys, need in (*_without_effect(loaded.profile), *_for_another_generator(loaded.profile)):
+    p = loaded.profile
+    for applies, keys, need in (*_without_effect(p), *_of_rollout(p), *_for_another_generator(p)):
         for key in keys:
             if applies and _asked_for(loaded, key):
                 yield _fault(loaded, key, "has no effect in this run", need, f"leave {key} out")
@@ -173,7 +174,7 @@ IN_VALIDATION = ("run.validate_every", "run.validation_temperature", "run.valida
 def _without_effect(p: Profile) -> list[tuple[bool, tuple[str, ...], str]]:
     """(condition of the run, keys that then change nothing, what they would need)."""
     kl, optim, critic = p.algorithm.kl, p.optim, p.algorithm.kind == "ppo"
-    packed, mask = p.model.use_remove_padding, p.rollout.correction.endswith("_mask")
+    packed = p.model.use_remove_padding
     ratio = "min_lr_ratio"
     return [
         (not critic, OF_CRITIC, "algorithm.kind=ppo"),
@@ -204,17 +205,10 @@ def _without_effect(p: Profile) -> list[tuple[bool, tuple[str, ...], str]]:
             "algorithm.overlong_penalty.buffer above 0",
         ),
         (
-            p.rollout.temperature == 0.0,
-            ("rollout.top_k", "rollout.top_p", "rollout.min_p"),
-            "rollout.temperature above 0",
-        ),
-        (
             p.run.validation_temperature == 0.0 and p.data.val_files is not None,
             ("run.validation_n",),
             "run.validation_temperature above 0: greedy answers are all the same",
         ),
-        (p.rollout.correction == "none", ("rollout.correction_threshold",), "rollout.correction"),
-        (not mask, ("rollout.correction_lower",), "rollout.correction=token_mask or sequence_mask"),
         (p.reward.model.path is None, ("reward.model.weight", "reward.model.use_chat_template"), "reward.model.path"),
         (p.reward.on_failure == "stop", ("reward.max_failed_share",), "reward.on_failure=mask"),
         (p.data.val_files is None, IN_VALIDATION, "data.val_files"),
@@ -225,6 +219,25 @@ def _without_effect(p: Profile) -> list[tuple[bool, tuple[str, ...], str]]:
             "optim.critic.schedule=cosine or linear",
         ),
         (p.run.steps is not None, ("run.epochs",), "run.steps=null: one of the two says how long the run is"),
+    ]
+
+
+def _of_rollout(p: Profile) -> list[tuple[bool, tuple[str, ...], str]]:
+    """As `_without_effect`: keys of sampling."""
+    mask = p.rollout.correction.endswith("_mask")
+    return [
+        (
+            p.rollout.temperature == 0.0,
+            ("rollout.top_k", "rollout.top_p", "rollout.min_p"),
+            "rollout.temperature above 0",
+        ),
+        (
+            p.rollout.fix_lengths != "none" and p.data.val_files is None,
+            ("rollout.stop", "rollout.stop_token_ids"),
+            "rollout.fix_lengths=none: with it no token ends an answer",
+        ),
+        (p.rollout.correction == "none", ("rollout.correction_threshold",), "rollout.correction"),
+        (not mask, ("rollout.correction_lower",), "rollout.correction=token_mask or sequence_mask"),
     ]
 
 

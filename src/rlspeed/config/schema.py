@@ -145,6 +145,9 @@ class Rollout(Section):
     """Strings that end an answer."""
     stop_token_ids: list[int] = []
     """Token ids that end an answer, beside the model's own end tokens."""
+    fix_lengths: Literal["none", "whole", "uniform", "long_tail"] = "none"
+    """For benchmarks: in training no token ends an answer, its length is drawn from run.seed, step, row and number, not
+    from the weights. whole: max_new_tokens; uniform: 1 to that; long_tail: log-normal, median a sixth of it."""
     max_concurrent: PositiveInt = 256
     """Most sequences in flight in the built-in generator, per rank."""
     kv_cache_gib: PositiveFloat | None = None
@@ -333,6 +336,8 @@ class Run(Section):
     """Steps between checkpoints; 0: only at the end and on SIGTERM."""
     keep_checkpoints: PositiveInt = 2
     """How many of the last checkpoints stay."""
+    save_last: bool = True
+    """Write a checkpoint when the run ends; false: of a benchmark nothing is kept but its numbers."""
     save_hf: bool = True
     """Write a Hugging Face directory of the actor at the end."""
     validate_every: NonNegativeInt = 0

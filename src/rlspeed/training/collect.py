@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from rlspeed.rollout.builtin import BuiltinGenerator
 from rlspeed.rollout.generator import Generator
 from rlspeed.rollout.types import GenerationStopped, Prompt, Rollout, SamplingParams
 from rlspeed.training.batches import Answer
+from rlspeed.training.lengths import FixedLengths, fixed_length
 from rlspeed.training.seeds import seed_of
 from rlspeed.training.stop import StopFlag
 
@@ -68,11 +69,13 @@ class Collector:
         sampling: SamplingParams,
         stream: int,
         enough: int | None = None,
+        lengths: FixedLengths = "none",
     ) -> Collected:
         """`n` answers to each of this rank's share of `rows`.
 
         enough: over all ranks, the prompts whose answers are wanted; each rank goes on when its share of them is
-        complete, and the other prompts are left out. None: all.
+        complete, and the other prompts are left out. None: all. lengths: `rollout.fix_lengths`; other than none, each
+        answer has its drawn length whatever is sampled.
 
         The random stream of an answer depends on run.seed, `stream` (the step), the row and the answer's number alone,
         so neither ranks nor batches nor a resumed run change what is drawn.
@@ -85,7 +88,12 @@ class Collector:
             for sample_id in range(n):
                 seed = seed_of(self.profile.run.seed, stream, rows[group], sample_id)
                 tokens = tuple(table[rows[group]].token_ids)
-                requests.append(Prompt(prompt_id=group, sample_id=sample_id, token_ids=tokens, seed=seed))
+                limit = fixed_length(lengths, seed, sampling.max_new_tokens)
+                requests.append(
+                    Prompt(prompt_id=group, sample_id=sample_id, token_ids=tokens, seed=seed, max_new_tokens=limit)
+                )
+        if lengths != "none":
+            sampling = replace(sampling, stop=(), stop_token_ids=())
         try:
             rollouts = self._answers(requests, sampling, len(rows), enough)
         except GenerationStopped:

@@ -127,6 +127,7 @@ SIZES = (
     _of("global", "global_seqlen/mean", "tokens", "Mean load of a rank."),
     _of("sum", "tokens/prompt", "tokens", "Prompt tokens of the step over all ranks, no padding."),
     _of("sum", "tokens/response", "tokens", "Generated tokens of the step over all ranks, no padding."),
+    _of("sum", "tokens/squares", "tokens^2", "Sum of the squared lengths of all sequences: what attention computes."),
     _of("sum", "tokens/trained", "tokens", "Tokens under the loss mask over all ranks, each once whatever the epochs."),
     _of("sum", "tokens/padding", "tokens", "Padding tokens computed in the update; they are in no throughput."),
 )

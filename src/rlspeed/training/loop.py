@@ -225,8 +225,8 @@ class Job:
 
     def _finish(self) -> int:
         """Last checkpoint, Hugging Face directory, plots."""
-        folder = self._save()
-        self.display.note(f"checkpoint: {folder}")
+        if self.profile.run.save_last:
+            self.display.note(f"checkpoint: {self._save()}")
         if self.profile.run.save_hf:
             with self._phase("export"):
                 parts = self.setup.parts

@@ -84,6 +84,7 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
             sampling=parts.collector.sampling,
             stream=step,
             enough=cfg.data.batch_size if cfg.rollout.overprovision > 1.0 else None,
+            lengths=cfg.rollout.fix_lengths,
         )
     record_generation(metrics, getattr(parts.collector.generator, "stats", None))
     if not cfg.model.actor.enable_auto_repartition_for_training:

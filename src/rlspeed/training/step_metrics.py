@@ -31,6 +31,7 @@ def record_answers(metrics: StepMetrics, table: Sequence[Answer], world: World) 
         metrics.add("response_length/clip_ratio", float(sum(a.truncated for a in mine)), len(mine))
     metrics.add("tokens/prompt", float(sum(a.prompt_tokens for a in mine)))
     metrics.add("tokens/response", float(sum(a.response_tokens for a in mine)))
+    metrics.add("tokens/squares", float(sum(a.tokens**2 for a in mine)))
     metrics.add("tokens/trained", float(sum(a.response_tokens for a in mine if a.trains)))
     record_groups(metrics, table)
 
