@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
+from .bench_run import compare, run, show_record
 from .console import out, talk
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(run)
+app.command()(compare)
 
 
 @app.callback()
@@ -101,13 +103,7 @@ def generate(
 
 
 def _show(record: Record) -> None:
-    table = Table(title=record.name)
-    for column in ("value", "median", "min", "max", "n", "unit"):
-        table.add_column(column, justify="left" if column in ("value", "unit") else "right")
-    for name, value in record.values.items():
-        v = value.as_json()
-        table.add_row(name, *(f"{v[k]:,.4g}" for k in ("median", "min", "max")), str(v["n"]), value.unit)
-    out.print(table)
+    show_record(record)
     share = record.extra.get("share_of_decode_floor")
     if share is not None:
         out.print(f"share of the decode floor (weights, keys and values at the device's bandwidth): {share:.0%}")

@@ -115,6 +115,12 @@ def new_record(
     )
 
 
+def unplaced_record(name: str, values: Mapping[str, Value], extra: Mapping[str, Any]) -> Record:
+    """A record made from a log, which does not say where and from what state of the code it comes."""
+    machine: dict[str, Any] = {"cpu": "unknown", "cores": None, "host_memory_bytes": None, "gpus": []}
+    return Record(name=name, machine=machine, versions={}, commit="unknown", dirty=None, values=values, extra=extra)
+
+
 def environment(name: str, packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """The head of a record whose results have a form of their own: schema, name, commit, machine and versions."""
     commit, dirty = code_state()

@@ -6,6 +6,7 @@ lies below what the user's file or an override says under `devices`.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,28 @@ def load_profile(name_or_file: str, overrides: Sequence[str] = ()) -> LoadedProf
     if faults:
         raise ConfigError(faults)
     return LoadedProfile(profile, origins)
+
+
+def own_words(name_or_file: str) -> list[str]:
+    """What a packaged profile or a file sets itself, as key.path=value words that lay it over another configuration.
+
+    Raises:
+        ConfigError: it cannot be found or read.
+    """
+    faults: list[Fault] = []
+    document, _ = _main_document(name_or_file, faults)
+    if faults:
+        raise ConfigError(faults)
+    return list(_words(document.data, ()))
+
+
+def _words(value: Any, key: KeyPath) -> Iterator[str]:
+    """Lists are one value, as they replace what was there."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _words(inner, (*key, str(name)))
+    else:
+        yield f"{'.'.join(key)}={json.dumps(value)}"
 
 
 def load_device_mapping(file: str | Path) -> DeviceMapping:
