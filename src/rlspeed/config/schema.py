@@ -356,8 +356,8 @@ class Run(Section):
     """Training steps to trace: profile/ gets a file for Perfetto and a picture of each; --profile-steps 3,5."""
     startup_checks: bool = True
     """Check packed = one by one and generator = trainer on a few tokens before the first step."""
-    hang_timeout_seconds: PositiveFloat = 600.0
-    """A collective that takes longer ends the run with the phase named."""
+    hang_timeout_seconds: NonNegativeFloat = 600.0
+    """When ranks wait and none has moved for so long, the run ends, and phase and missing ranks are named. 0: off."""
 
 
 class Profile(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -46,12 +46,34 @@ def launch(words: Sequence[str], processes: int) -> int:
         with _signals_passed_on():
             elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"rank {rank} ended first, with exit code {failure.exitcode}; all ranks were stopped", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        rank, code = first_to_fail({r: (f.timestamp, f.exitcode) for r, f in error.failures.items()})
+        print(f"rank {rank} ended first, {how(code)}; all ranks were stopped", file=sys.stderr)
+        return code if code > 0 else 128 - code
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def first_to_fail(failures: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+    """The rank that took the others with it, and its exit code.
+
+    failures: second of the end and exit code by rank, in the order in which they were noticed. Ranks that lose a
+    neighbour leave in the same second; one that a signal killed did not leave because of another. SIGTERM, and SIGKILL
+    later on, are what the agent ends the others with.
+    """
+    start = min(second for second, _ in failures.values())
+    early = {r: code for r, (second, code) in failures.items() if second <= start + 1}
+    killed = [r for r, code in early.items() if code < 0 and code != -signal.SIGTERM]
+    rank = killed[0] if killed else min(failures, key=lambda r: failures[r][0])
+    return rank, failures[rank][1]
+
+
+def how(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"with exit code {code}"
+    hint = " (when nobody did it: the kernel, out of memory; see dmesg)" if code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{hint}"
 
 
 @contextmanager

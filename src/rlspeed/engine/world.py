@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 # longest wait for all ranks to start, whatever a collective may take later
 START_SECONDS = 120.0
+# what a collective waits beyond twice the watchdog's limit
+GRACE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,8 @@ class World:
     """All ranks of the run and this process's place among them.
 
     One process without torchrun is a world of one without any process group; every method then returns at once.
-    group: of a part of the run's ranks, which rank and size then count (`data_world`); None: all of them.
+    group: of a part of the run's ranks, which rank and size then count (`data_world`); None: all of them. store: where
+    the ranks met, for notes between them beside the collectives; None in a world of one, or of a part.
     """
 
     rank: int
@@ -39,6 +42,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None
     group: dist.ProcessGroup | None = None
+    store: dist.Store | None = None
 
     @property
     def members(self) -> dist.ProcessGroup | None:
@@ -99,7 +103,8 @@ class World:
 def start_world(*, use_cpu: bool, hang_timeout_seconds: float) -> World:
     """Join torchrun's processes, or be a world of one.
 
-    use_cpu: run on CPU although a GPU is there. hang_timeout_seconds: longest wait in one collective.
+    use_cpu: run on CPU although a GPU is there. hang_timeout_seconds: of the watchdog, which
+    speaks first; a collective itself gives up after twice as long. 0: after PyTorch's own time.
 
     Raises:
         DeviceError: fewer GPUs than local ranks, or ranks that did not arrive at the rendezvous.
@@ -123,13 +128,13 @@ def start_world(*, use_cpu: bool, hang_timeout_seconds: float) -> World:
     if size == 1:
         return World(rank=0, size=1, local_rank=local_rank, device=device, mesh=None)
     try:
-        wait = min(START_SECONDS, hang_timeout_seconds)
+        wait = min(START_SECONDS, hang_timeout_seconds or START_SECONDS)
         store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=wait))))
         uuid = str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
         meet(store, rank, size, uuid, wait)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
-            timeout=timedelta(seconds=hang_timeout_seconds),
+            timeout=timedelta(seconds=2 * hang_timeout_seconds + GRACE_SECONDS) if hang_timeout_seconds else None,
             store=store,
             rank=rank,
             world_size=size,
@@ -144,7 +149,7 @@ def start_world(*, use_cpu: bool, hang_timeout_seconds: float) -> World:
             )
         ) from error
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp_shard",))
-    return World(rank=rank, size=size, local_rank=local_rank, device=device, mesh=mesh)
+    return World(rank=rank, size=size, local_rank=local_rank, device=device, mesh=mesh, store=store)
 
 
 def meet(store: dist.Store, rank: int, size: int, uuid: str, seconds: float) -> None:

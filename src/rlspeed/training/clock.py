@@ -14,12 +14,19 @@ PHASE_RANGE, UPDATE_RANGE = "phase/", "update/"
 
 
 class Clock:
-    """Sums wall-clock seconds by phase name."""
+    """Sums wall-clock seconds by phase name.
+
+    step, current and moves (phases begun and ended so far) are read by the watchdog's thread; broken: the phase that
+    an error ended first.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.seconds: dict[str, float] = {}
         self.current = "start"
+        self.step = 0
+        self.moves = 0
+        self.broken = ""
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -30,13 +37,18 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as `name`; the same name twice adds up. A profiler sees it as the range phase/`name`."""
         outer, self.current = self.current, name
+        self.moves += 1
         with record_function(f"{PHASE_RANGE}{name}"):
             start = self._now()
             try:
                 yield
+            except BaseException:
+                self.broken = self.broken or name
+                raise
             finally:
                 self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
                 self.current = outer
+                self.moves += 1
 
     def take(self) -> dict[str, float]:
         """Seconds since the last call, by phase."""

@@ -13,6 +13,7 @@ import torch
 
 from rlspeed.algorithms.kl import AdaptiveKL
 from rlspeed.config.load import LoadedProfile
+from rlspeed.engine.watchdog import Watchdog
 from rlspeed.engine.world import World, start_world
 from rlspeed.errors import RunError
 from rlspeed.training import checkpoint, rundir
@@ -41,8 +42,8 @@ def train(loaded: LoadedProfile) -> int:
     mesh = profile.devices.actor.device_mesh if profile.devices.actor else None
     world = start_world(use_cpu=mesh == ["cpu"], hang_timeout_seconds=profile.run.hang_timeout_seconds)
     try:
-        with StopFlag(world) as stop:
-            return Job(loaded, world, stop).run()
+        with StopFlag(world) as stop, Watchdog(world, profile.run.hang_timeout_seconds, stop) as watchdog:
+            return Job(loaded, world, stop, watchdog).run()
     finally:
         world.close()
 
@@ -50,11 +51,12 @@ def train(loaded: LoadedProfile) -> int:
 class Job:
     """One run on this rank: the state that changes from step to step is `step` and `kl`."""
 
-    def __init__(self, loaded: LoadedProfile, world: World, stop: StopFlag) -> None:
+    def __init__(self, loaded: LoadedProfile, world: World, stop: StopFlag, watchdog: Watchdog) -> None:
         self.profile = loaded.profile
         self.world = world
         self.stop = stop
         self.clock = Clock(world.device)
+        watchdog.follow(self.clock)
         self.step = 0
         self.total_tokens = 0
         self.notes: list[str] = []
@@ -107,7 +109,7 @@ class Job:
     def _one_step(self) -> None:
         """A training step with its log line, then what is due after it: a validation, a checkpoint."""
         self.stop.agree()
-        number = self.step + 1
+        number = self.clock.step = self.step + 1
         metrics = StepMetrics()
         with self.profiler.step(number), self.clock.phase("step"):
             result = ppo_step(self.setup.parts, number, self.setup.stream.batch(self.step), self.kl.coef, metrics)

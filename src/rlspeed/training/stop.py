@@ -19,6 +19,7 @@ class StopFlag:
     def __init__(self, world: World) -> None:
         self.world = world
         self.requested = False
+        self.asked = 0
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> StopFlag:
@@ -34,7 +35,11 @@ class StopFlag:
         self.requested = True
 
     def __call__(self) -> bool:
-        """True when this rank was asked to stop; no collective, cheap enough for every token."""
+        """True when this rank was asked to stop; no collective, cheap enough for every token.
+
+        A rank that asks is alive: the watchdog counts it.
+        """
+        self.asked += 1
         return self.requested
 
     def agree(self) -> None:
