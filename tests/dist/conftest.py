@@ -20,8 +20,8 @@ def start(tmp_path: Path) -> Iterator[object]:
     """Start `python -m WORDS run.dir=tmp_path/NAME`."""
     runs: list[Started] = []
 
-    def start(name: str, *words: str) -> Started:
-        runs.append(Started(words, tmp_path / name))
+    def start(name: str, *words: str, node: str = "") -> Started:
+        runs.append(Started(words, tmp_path / name, node))
         return runs[-1]
 
     yield start

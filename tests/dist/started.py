@@ -21,10 +21,13 @@ WAIT_SECONDS = 120
 
 
 class Started:
-    """A run in its own process group, ended with everything below it when the test ends."""
+    """A run in its own process group, ended with everything below it when the test ends.
 
-    def __init__(self, words: Sequence[str], folder: Path) -> None:
-        self.log = folder.with_suffix(".log")
+    node: of several launchers of one run, which share its folder.
+    """
+
+    def __init__(self, words: Sequence[str], folder: Path, node: str = "") -> None:
+        self.log = folder.with_name(f"{folder.name}{node}.log")
         named = {word.partition("=")[0] for word in words}
         small = [word for word in SMALL if word.partition("=")[0] not in named]
         kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -13,13 +14,15 @@ from rlspeed.engine.world import World
 from rlspeed.errors import ConfigError, Fault
 
 RESOLVED = "resolved.yaml"
+SHARED_SECONDS = 10.0
 
 
 def open_run_dir(world: World, name: str, wanted: str | None, *, resume: bool) -> Path:
     """The run's folder on all ranks: `wanted`, or runs/NAME-DATE-TIME.
 
     Raises:
-        ConfigError: the folder already holds a run and resume is off, cannot be made, or resume is on without run.dir.
+        ConfigError: the folder already holds a run and resume is off, cannot be made, or resume is on without run.dir;
+            or a rank does not see it.
     """
     fault: Fault | None = None
     path = ""
@@ -35,7 +38,22 @@ def open_run_dir(world: World, name: str, wanted: str | None, *, resume: bool) -
     path, fault = world.broadcast_object((path, fault))
     if fault is not None:
         raise ConfigError(fault)
+    blind = [rank for rank, seen in enumerate(world.gather_objects(_appears(Path(path)))) if not seen]
+    if blind:
+        found = f"rank 0 made {path}, but {'rank' if len(blind) == 1 else 'ranks'} {', '.join(map(str, blind))}"
+        fix = "a full path on a file system that all nodes share: every rank writes its part of a checkpoint"
+        raise ConfigError(Fault(where="run.dir", found=f"{found} cannot see it", fix=fix))
     return Path(path)
+
+
+def _appears(folder: Path) -> bool:
+    """Whether this rank sees the folder; a network file system may take a while."""
+    end = time.monotonic() + SHARED_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _open(name: str, wanted: str | None, *, resume: bool) -> Path:
