@@ -1,8 +1,8 @@
 """All reward functions of a run behind one door: submit answers as they finish, collect their scores.
 
 The pool owns the policy for failures: a function that raises, gives no answer in time, or returns something that is
-not a number stops the run with the sample named, or masks the sample. It never invents a number and never calls
-twice.
+not a number stops the run with the sample named, or masks the sample. It never invents a number. A call is made twice
+only where its worker process died, once, and failures stop the run.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class RewardPool:
 
     def _start_processes(self) -> None:
         """The functions are loaded in the workers alone; the first one tells what they are."""
-        timeout = self._cfg.timeout_seconds
+        timeout, repeat = self._cfg.timeout_seconds, self._cfg.on_failure == "stop"
 
         def start() -> Worker:
             return Worker(self._specs, timeout)
@@ -180,10 +180,10 @@ class RewardPool:
         self._is_async = [is_async for _, is_async in flags]
         if not all(self._is_async):
             for _ in range(self._cfg.workers):
-                self._process_lanes.append(ProcessLane(start, self._jobs, self._results, timeout, first))
+                self._process_lanes.append(ProcessLane(start, self._jobs, self._results, timeout, first, repeat=repeat))
                 first = None
         if any(self._is_async):
-            self._async_lane = AsyncProcessLane(start, self._results, timeout, first)
+            self._async_lane = AsyncProcessLane(start, self._results, timeout, first, repeat=repeat)
 
     def _start_job(self, function: int, positions: range, state: RunState) -> None:
         samples = tuple(self._samples[p] for p in positions)

@@ -161,7 +161,8 @@ class Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        self.connection.close()
+        with contextlib.suppress(OSError):  # closed by another thread just now
+            self.connection.close()
 
     def _wait(self, seconds: float) -> int | None:
         deadline = time.monotonic() + seconds

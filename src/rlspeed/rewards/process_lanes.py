@@ -1,13 +1,15 @@
 """Where calls run in worker processes: one lane per worker for plain functions, one lane for all async calls.
 
-A worker that gives no answer in time is killed and replaced; so is one that died. A call is never made twice: what
-was under way counts as failed. A worker that dies twice without an answer between makes the failure fatal.
+A worker that gives no answer in time is killed and replaced; so is one that died. What was under way counts as failed,
+but for a worker's first death in a run that stops at failures: its call is made once more by the new worker. A worker
+that dies twice without an answer between makes the failure fatal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,13 +29,21 @@ def died_reason(how: str, deaths: int) -> str:
     return f"ended its worker process: the process {how}{again}"
 
 
+def tell_restart(how: str) -> None:
+    """A line for whoever reads the output: a death that costs nothing may be the first of many."""
+    print(f"a reward worker process {how}; another one takes over its call", file=sys.stderr, flush=True)
+
+
 def not_run_reason(error: Exception) -> str:
     """The reason of a call that never reached the function."""
     return f"could not be run in a worker process: {type(error).__name__}: {error}"
 
 
 class ProcessLane:
-    """One worker process for plain functions, fed by a thread from a queue that all such lanes share."""
+    """One worker process for plain functions, fed by a thread from a queue that all such lanes share.
+
+    repeat: whether a call whose worker died is made once more.
+    """
 
     def __init__(
         self,
@@ -42,19 +52,24 @@ class ProcessLane:
         results: Sink,
         timeout: float,
         worker: Worker | None = None,
+        *,
+        repeat: bool = False,
     ) -> None:
         self._start = start
         self._jobs = jobs
         self._results = results
         self._timeout = timeout
+        self._repeat = repeat
         self._worker = worker
         self._deaths = 0
         self._busy = False
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="reward-worker", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the worker; a call under way ends with it. The queue must hold a None for this lane."""
+        self._closing = True
         worker = self._worker
         if self._busy and worker is not None:
             worker.kill()
@@ -81,9 +96,12 @@ class ProcessLane:
             self._replace()
             return Outcome.of_failure(job, no_answer(self._timeout))
         except WorkerDied as error:
+            if self._closing:
+                return Outcome.of_failure(job, died_reason(str(error), 1))
             self._deaths += 1
             self._replace()
-            if not error.called and self._deaths <= MAX_DEATHS:  # it died while it had nothing to do
+            if self._deaths <= MAX_DEATHS and (self._repeat or not error.called):  # not called: it died idle
+                tell_restart(str(error))
                 return self._answer(job)
             return Outcome.of_failure(job, died_reason(str(error), self._deaths), fatal=self._deaths > MAX_DEATHS)
         except Exception as error:
@@ -102,9 +120,11 @@ class ProcessLane:
 
 
 class AsyncProcessLane:
-    """One worker process that runs all async calls at once in its event loop."""
+    """One worker process that runs all async calls at once in its event loop; repeat: as of `ProcessLane`."""
 
-    def __init__(self, start: StartWorker, results: Sink, timeout: float, worker: Worker | None = None) -> None:
+    def __init__(
+        self, start: StartWorker, results: Sink, timeout: float, worker: Worker | None = None, *, repeat: bool = False
+    ) -> None:
         self._start = start
         self._results = results
         self._timeout = timeout
@@ -112,6 +132,8 @@ class AsyncProcessLane:
         self._lock = threading.Lock()
         self._pending: dict[int, tuple[Job, float]] = {}
         self._deaths = 0
+        self._repeat = repeat
+        self._repeated: set[int] = set()
         self._worker = worker
         self._read: Worker | None = None
         self._thread = threading.Thread(target=self._send, name="reward-async-send", daemon=True)
@@ -190,6 +212,7 @@ class AsyncProcessLane:
     def _took(self, outcome: Outcome) -> None:
         with self._lock:
             self._deaths = 0
+            self._repeated.discard(outcome.job)
             known = self._pending.pop(outcome.job, None)
         if known is not None:
             self._results.put(outcome)
@@ -204,8 +227,19 @@ class AsyncProcessLane:
             self._pending.clear()
             if why is None:
                 self._deaths += 1
-            fatal = self._deaths > MAX_DEATHS
-            why = why or died_reason(worker.death(), self._deaths)
+            died = why is None
+            # answers of other calls between two deaths do not clear the call that was there both times
+            again = [job for job in jobs if job.id in self._repeated]
+            fatal = self._deaths > MAX_DEATHS or (died and bool(again))
+            why = why or died_reason(worker.death(), max(self._deaths, 1 + bool(again)))
+            repeat = died and self._repeat and not fatal
+            self._repeated.update(job.id for job in jobs if repeat)
+        how = worker.death() if repeat else ""
         worker.kill()
+        if repeat and jobs:
+            tell_restart(how)
+            for job in jobs:
+                self._jobs.put(job)
+            return
         for job in jobs:
             self._results.put(Outcome.of_failure(job, why, fatal=fatal))

@@ -120,7 +120,7 @@ def test_a_timed_out_worker_is_killed_and_replaced(make_pool: Make, make_samples
     assert wait_until_gone(int((tmp_path / "child").read_text()))
 
 
-def test_a_dead_worker_is_replaced_once_and_its_call_is_not_repeated(
+def test_a_dead_worker_is_replaced_once_and_a_masked_call_is_not_repeated(
     make_pool: Make, make_samples: Samples, tmp_path: Path
 ) -> None:
     pool = make_pool(
@@ -141,6 +141,31 @@ def test_a_dead_worker_is_replaced_once_and_its_call_is_not_repeated(
     assert "was killed by SIGSEGV" in str(scores[1].failed)
     assert (tmp_path / "calls").read_text() == "0123"
     with pytest.raises(RewardError, match=r"data row 16(.|\n)*2 times in a row"):
+        pool.score(make_samples(8)[4:])
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_worker_that_dies_is_restarted_once_then_the_run_stops(
+    make_pool: Make, make_samples: Samples, tmp_path: Path, kind: str
+) -> None:
+    """Sample 1 kills its worker once, as the kernel does that is out of memory: the call is made again by another one.
+    Sample 6 does it each time.
+    """
+    pool = make_pool(
+        f"""
+        import os, pathlib, signal
+        {kind} f(solution_str, extra_info):
+            index, mark = extra_info["index"], pathlib.Path({str(tmp_path / "mark")!r})
+            if index == 6 or (index == 1 and not mark.exists()):
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return float(index)
+        """,
+        workers=1,
+        on_failure="stop",
+    )
+    assert [s.total for s in pool.score(make_samples(4))] == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(RewardError, match=r"was killed by SIGKILL \(2 times in a row; it was restarted once\)"):
         pool.score(make_samples(8)[4:])
 
 
