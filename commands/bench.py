@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .bench_recommend import recommend
 from .bench_run import compare, run, show_record
 from .console import out, talk
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(compare)
+app.command()(recommend)
 
 
 @app.callback()

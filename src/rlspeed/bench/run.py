@@ -145,6 +145,7 @@ def _record(candidate: Candidate, ranks: int, measured: _Measured, options: RunO
         "work": work(profile),
         "tokens": [[int(r["tokens/prompt"]), int(r["tokens/response"])] for r in measured.rows],
         "load_before": round(load, 2),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "default"),
     }
     values = values_of(measured.rows, profile=profile, devices=ranks, peak=peak_flops(probe_machine()))
     return new_record(candidate.name, values, profile=candidate.digest, data=candidate.data, extra=extra)
