@@ -257,4 +257,4 @@ def _notes(records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
         for before in range(place):
             same = record.profile is not None and record.profile == records[before].profile
             if same and record.extra.get("processes") == records[before].extra.get("processes"):
-                yield f"{names[place]} is {names[before]} here: all their values are the same"
+                yield f"{names[place]} is {names[before]} here: all their settings are the same"
