@@ -200,10 +200,15 @@ class Watchdog:
                 else:
                     gone = self._gone()
                     time.sleep(0.05)
-        clock = self._clock
-        where = f"step {clock.step}, phase {clock.broken or clock.current}" if clock else "start"
         found = gone or f"a collective failed, as when another rank is gone: {str(error).splitlines()[0]}"
-        return RunError(Fault(where=where, found=found, fix="see the output of that rank or the launcher's last line"))
+        return RunError(
+            Fault(where=self._where(), found=found, fix="see the output of that rank or the launcher's last line")
+        )
+
+    def _where(self) -> str:
+        """Step and phase of this rank, the one that broke when an error is on its way."""
+        clock = self._clock
+        return f"step {clock.step}, phase {clock.broken or clock.current}" if clock else "start"
 
     def _decide(self, kind: str, text: str, late: tuple[int, ...] = ()) -> None:
         """Tell all ranks why the run ends; the first word holds."""
@@ -246,7 +251,7 @@ class Watchdog:
     def _end(self, text: str) -> None:
         """End this process at once; the main thread may stand in a call that never returns."""
         if text:
-            _say(f"rank {self._world.rank}: ends, since {text}")
+            _say(f"rank {self._world.rank}: ends in {self._where()}, since {text}")
         sys.stdout.flush()
         os._exit(EXIT_CODE)
 
