@@ -235,17 +235,25 @@ def _row(name: str, records: Sequence[Record]) -> Row:
     return Row(name=name, unit=unit, more_is_better=direction, cells=cells, verdicts=tuple(verdicts))
 
 
+def _oddities(record: Record) -> Iterator[str]:
+    """What makes one record's numbers less sure."""
+    if record.dirty:
+        yield "measured with changes that are not committed"
+    steps = [len(v.samples) for v in record.values.values()]
+    if steps and min(steps) < LEAST_SAMPLES:
+        yield f"{min(steps)} measured step(s), no verdict under {LEAST_SAMPLES}"
+    cores = record.machine.get("cores") or 1
+    if float(record.extra.get("load_before", 0.0)) > 0.5 * cores:
+        yield f"the machine was busy before (load {record.extra['load_before']} on {cores} cores)"
+
+
 def _notes(records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
-    """Dirty trees, other commits and versions, profiles that are the same, too few steps, a busy machine."""
+    """Oddities of records, other commits and versions, profiles that are the same."""
+    of_each: dict[str, list[str]] = {}
     for name, record in zip(names, records):
-        if record.dirty:
-            yield f"{name}: measured with changes that are not committed"
-        steps = [len(v.samples) for v in record.values.values()]
-        if steps and min(steps) < LEAST_SAMPLES:
-            yield f"{name}: {min(steps)} measured step(s), no verdict under {LEAST_SAMPLES}"
-        cores = record.machine.get("cores") or 1
-        if float(record.extra.get("load_before", 0.0)) > 0.5 * cores:
-            yield f"{name}: the machine was busy before (load {record.extra['load_before']} on {cores} cores)"
+        for text in _oddities(record):
+            of_each.setdefault(text, []).append(name)
+    yield from (f"{', '.join(who)}: {text}" for text, who in of_each.items())
     commits = {r.commit for r in records}
     if len(commits) > 1:
         yield "other commits: " + ", ".join(f"{n} {r.commit[:10]}" for n, r in zip(names, records))

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlspeed.bench.compose import Candidate, compose_all, work, write_config
 from rlspeed.bench.flops import peak_flops
+from rlspeed.bench.nvml import GpuWatch
 from rlspeed.bench.record import Record, new_record, write_record
 from rlspeed.bench.runlog import Row, read_steps, values_of
 from rlspeed.bench.watch import run_watched
@@ -122,7 +123,8 @@ def _measure(
         what = "warm-up" if step <= options.warm_up else f"step {step - options.warm_up} of {options.steps}"
         progress(f"{name}: {what}: {seconds:.3f} s")
 
-    seen = run_watched(command, folder, on_step)
+    gpus = GpuWatch([d.uuid for d in probe_machine().devices[:ranks]])
+    seen = run_watched(command, folder, on_step, gpus.sample)
     steps = read_steps(folder / "run", options.warm_up)
     into.warm_up.append([row["timing_s/step"] for row in steps.warm_up])
     for row in steps.measured:

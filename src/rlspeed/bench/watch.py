@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -33,8 +32,14 @@ class Seen:
         return sum(found) / len(found) if found else None
 
 
-def run_watched(command: Sequence[str], folder: Path, on_step: Callable[[int, float], None]) -> Seen:
+def run_watched(
+    command: Sequence[str],
+    folder: Path,
+    on_step: Callable[[int, float], None],
+    utilisation: Callable[[], float | None] = lambda: None,
+) -> Seen:
     """Run `command` to its end; its output goes to `folder`/log.txt. on_step: gets each training step and its seconds.
+    utilisation: of the GPUs in %, None where it is not known.
 
     Raises:
         RunError: it failed; the last lines of its output are in the message.
@@ -47,6 +52,7 @@ def run_watched(command: Sequence[str], folder: Path, on_step: Callable[[int, fl
         try:
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)
+                _note(seen, utilisation(), time.perf_counter() - start)
                 _look(seen, timings, time.perf_counter() - start, on_step)
         finally:
             if process.poll() is None:
@@ -60,10 +66,12 @@ def run_watched(command: Sequence[str], folder: Path, on_step: Callable[[int, fl
     return seen
 
 
-def _look(seen: Seen, timings: Path, now: float, on_step: Callable[[int, float], None]) -> None:
-    share = utilisation()
+def _note(seen: Seen, share: float | None, now: float) -> None:
     if share is not None:
         seen.utilisation.append((now, share))
+
+
+def _look(seen: Seen, timings: Path, now: float, on_step: Callable[[int, float], None]) -> None:
     try:
         lines = timings.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -77,16 +85,3 @@ def _look(seen: Seen, timings: Path, now: float, on_step: Callable[[int, float],
             seen.ends[row["step"]] = now
             if "timing_s/step" in row:
                 on_step(row["step"], row["timing_s/step"])
-
-
-def utilisation() -> float | None:
-    """Mean over the GPUs of the share of time in which any kernel ran, in %, as NVML says; None without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = [float(line) for line in done.stdout.split() if line.replace(".", "", 1).isdigit()]
-    return sum(found) / len(found) if found else None

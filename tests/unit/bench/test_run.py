@@ -105,5 +105,7 @@ def test_utilisation_is_that_of_the_step(tmp_path: Path) -> None:
     lines = [{"step": 0, "timing_s/checks": 1.0}, {"step": 1, "timing_s/step": 2.0}]
     (tmp_path / "run" / "timings.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines) + '{"step": 2')
     steps: list[tuple[int, float]] = []
-    assert set(run_watched(["true"], tmp_path, lambda n, s: steps.append((n, s))).ends) == {0, 1}
+    watched = run_watched(["sleep", "0.7"], tmp_path, lambda n, s: steps.append((n, s)), lambda: 40.0)
+    assert set(watched.ends) == {0, 1}
+    assert {share for _, share in watched.utilisation} == {40.0}
     assert steps == [(1, 2.0)]

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rlspeed.bench.record import Value
-from rlspeed.bench.verdict import judge, ratio_interval, student_t
+from rlspeed.bench.verdict import judge, rank_quantile, ratio_interval, student_t
 
 
 def value(*samples: float) -> Value:
@@ -46,12 +46,36 @@ def test_zeros_have_no_ratio_and_a_verdict_all_the_same() -> None:
     assert judge(value(0.0, 1.0, 0.0), value(1.0, 1.0, 2.0), more_is_better=False).call == "cannot tell"
 
 
-def test_the_interval_is_welchs() -> None:
+def test_three_samples_take_welchs_interval() -> None:
     """Worked by hand: logs -h, 0, h and 1-h, 1, 1+h; variance h^2 each, standard error h sqrt(2/3), 4 degrees."""
     h = 0.1
     low, high = ratio_interval([math.exp(x) for x in (-h, 0, h)], [math.exp(1 + x) for x in (-h, 0, h)])
     half = 2.776 * h * math.sqrt(2 / 3)
     assert (math.log(low), math.log(high)) == pytest.approx((1 - half, 1 + half))
+
+
+def test_one_slow_step_among_many_decides_nothing() -> None:
+    """Twelve steps of about 2 s and twelve of about 1 s, one of which took 29 s: its process is faster all the same."""
+    slow = value(*(2.0 + 0.01 * i for i in range(12)))
+    fast = value(*(1.0 + 0.01 * i for i in range(11)), 29.0)
+    assert judge(slow, fast, more_is_better=False).call == "better"
+    assert judge(slow, value(*slow.samples[:-1], 29.0), more_is_better=False).call == "cannot tell"
+
+
+def test_quantiles_of_mann_and_whitneys_u() -> None:
+    """R's qwilcox(0.025, n, m): published tables give the critical values 0 for 4 x 4, 2 for 5 x 5, 37 for 12 x 12."""
+    assert [rank_quantile(n, m) for n, m in ((3, 3), (3, 4), (3, 5), (4, 4), (5, 5), (12, 12))] == [0, 0, 1, 1, 3, 38]
+    exact, approximate = rank_quantile(20, 20), 20 * 20 / 2 - 1.96 * math.sqrt(400 * 41 / 12)
+    assert abs(exact - approximate) < 2
+    assert rank_quantile(30, 30) == math.ceil(450 - 1.96 * math.sqrt(900 * 61 / 12))
+    assert rank_quantile(7, 4) == rank_quantile(4, 7)
+
+
+def test_the_interval_is_that_of_ordered_differences() -> None:
+    """Five beside five: the third smallest and the third largest of the 25 differences of logarithms."""
+    a, b = [1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 3.0, 5.0, 7.0, 11.0]
+    ratios = sorted(y / x for x in a for y in b)
+    assert ratio_interval(a, b) == pytest.approx((ratios[2], ratios[-3]))
 
 
 def test_students_t() -> None:
