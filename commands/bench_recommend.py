@@ -76,10 +76,11 @@ def show(advice: Advice) -> None:
 def _measure(config: str, words: list[str], chosen: str, ranks: int, steps: int, *, quiet: bool) -> dict[str, Any]:
     """Baseline and the chosen profile, one after the other; the ratio of their tokens per second."""
     from rlspeed.bench.compare import compare
+    from rlspeed.errors import RunError
 
     folder = Path("bench") / f"{datetime.now():%Y%m%d-%H%M%S}"
     names = ["baseline", chosen]
-    records = measure(
+    records, failed = measure(
         names,
         words,
         folder,
@@ -91,6 +92,8 @@ def _measure(config: str, words: list[str], chosen: str, ranks: int, steps: int,
         lengths=Lengths.long_tail,
         quiet=quiet,
     )
+    if failed:
+        raise RunError(failed)
     found = compare(records, names)
     if not quiet:
         finish(found, html=None, as_json=False)

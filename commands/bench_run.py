@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from rlspeed.bench.compare import Comparison, Row
     from rlspeed.bench.record import Record
+    from rlspeed.errors import Fault
 
 STYLES = {"better": "green", "worse": "red"}
 
@@ -72,7 +73,7 @@ def run(
     """Measure training steps of profiles, each in a process of its own, on the same prompts, seeds and lengths."""
     folder = output or Path("bench") / f"{datetime.now():%Y%m%d-%H%M%S}"
     names, values = split_words(words)
-    records = measure(
+    records, failed = measure(
         names,
         values,
         folder,
@@ -85,16 +86,19 @@ def run(
         quiet=as_json,
     )
     from rlspeed.bench.run import label
+    from rlspeed.errors import RunError
 
     shown = [label(r.name, int(r.extra["processes"])) for r in records]
     if not as_json:
         talk.print(f"records: {folder}")
-    if len(records) < 2:
-        print(json.dumps(records[0].as_json())) if as_json else show_record(records[0])
-        return
-    from rlspeed.bench.compare import compare
+    if len(records) > 1:
+        from rlspeed.bench.compare import compare
 
-    finish(compare(records, shown), html=html, as_json=as_json)
+        finish(compare(records, shown), html=html, as_json=as_json)
+    elif records:
+        print(json.dumps(records[0].as_json())) if as_json else show_record(records[0])
+    if failed:
+        raise RunError(failed)
 
 
 def measure(
@@ -109,8 +113,8 @@ def measure(
     processes: str,
     lengths: Lengths,
     quiet: bool,
-) -> list[Record]:
-    """Run and record."""
+) -> tuple[list[Record], list[Fault]]:
+    """Run and record; what failed beside it."""
     from rlspeed.bench.run import RunOptions, run_profiles
     from rlspeed.errors import ConfigError, Fault
 
@@ -161,6 +165,7 @@ def compare(
     from rlspeed.bench.compare import compare as put_together
     from rlspeed.bench.sources import load_all
     from rlspeed.config.load import packaged_profiles
+    from rlspeed.errors import RunError
 
     known = packaged_profiles()
     names, values = split_words(items)
@@ -170,7 +175,7 @@ def compare(
     shown: list[str] = []
     if profiles:
         folder = Path("bench") / f"{datetime.now():%Y%m%d-%H%M%S}"
-        records = measure(
+        records, failed = measure(
             profiles,
             values,
             folder,
@@ -182,6 +187,8 @@ def compare(
             lengths=Lengths.long_tail,
             quiet=as_json,
         )
+        if failed:
+            raise RunError(failed)
         shown = [r.name for r in records]
     if files:
         more, said = load_all(files, warm_up=warm_up, peer_devices=peer_devices)
@@ -189,13 +196,18 @@ def compare(
     found = put_together(records, shown, any_device=any_device, any_data=any_data)
     finish(found, html=html, as_json=as_json)
     if fail_under is not None:
-        told, untold = found.regressions(fail_under)
-        for text in told:
-            talk.print(f"regression: {text}")
-        for text in untold:
-            talk.print(f"cannot tell: {text}, but not by more than the spread; measure more steps")
-        if told:
-            raise typer.Exit(1)
+        _gate(found, fail_under)
+
+
+def _gate(found: Comparison, fail_under: float) -> None:
+    """Exit code 1 when a regression can be told."""
+    told, untold = found.regressions(fail_under)
+    for text in told:
+        talk.print(f"regression: {text}")
+    for text in untold:
+        talk.print(f"cannot tell: {text}, but not by more than the spread; measure more steps")
+    if told:
+        raise typer.Exit(1)
 
 
 def finish(found: Comparison, *, html: Path | None, as_json: bool) -> None:

@@ -17,7 +17,7 @@ from rlspeed.bench.nvml import GpuWatch
 from rlspeed.bench.record import Record, new_record, write_record
 from rlspeed.bench.runlog import Row, read_steps, values_of
 from rlspeed.bench.watch import run_watched
-from rlspeed.errors import ConfigError, Fault
+from rlspeed.errors import ConfigError, Fault, RlspeedError
 from rlspeed.planning.probe import probe_machine
 from rlspeed.training.lengths import FixedLengths
 
@@ -52,13 +52,14 @@ class _Measured:
     rows: list[Row]
 
 
-def run_profiles(options: RunOptions, progress: Progress = lambda _: None) -> list[Record]:
-    """Measure; returns one record for each profile and number of ranks, and writes each to `folder`/NAME.json
-    (`NAME-x2.json` for two ranks).
+def run_profiles(options: RunOptions, progress: Progress = lambda _: None) -> tuple[list[Record], list[Fault]]:
+    """Measure; returns one record for each profile and number of ranks, and what failed.
+
+    Each record is written to `folder`/NAME.json (`NAME-x2.json` for two ranks). A profile with a process that failed
+    (the baseline may need more memory than there is) has no record; the others are measured all the same.
 
     Raises:
         ConfigError: numbers out of range, or faults of the configurations, before anything runs.
-        RunError: a process failed.
     """
     _check(options)
     candidates = compose_all(
@@ -71,17 +72,26 @@ def run_profiles(options: RunOptions, progress: Progress = lambda _: None) -> li
     )
     options.folder.mkdir(parents=True, exist_ok=True)
     found: dict[tuple[str, int], _Measured] = {}
+    failed: dict[tuple[str, int], tuple[Fault, ...]] = {}
     load = os.getloadavg()[0]
     for repeat, ranks, candidate in itertools.product(range(options.repeats), options.processes, candidates):
         key = (candidate.name, ranks)
+        if key in failed:
+            continue
         found.setdefault(key, _Measured([], []))
-        _measure(candidate, ranks, repeat, options, found[key], progress)
+        try:
+            _measure(candidate, ranks, repeat, options, found[key], progress)
+        except RlspeedError as error:
+            failed[key] = error.faults
+            progress(f"{label(*key)}: failed")
     records = []
     for candidate, ranks in itertools.product(candidates, options.processes):
+        if (candidate.name, ranks) in failed:
+            continue
         record = _record(candidate, ranks, found[candidate.name, ranks], options, load)
         write_record(options.folder / f"{label(candidate.name, ranks)}.json", record)
         records.append(record)
-    return records
+    return records, [fault for faults in failed.values() for fault in faults]
 
 
 def label(name: str, ranks: int) -> str:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from rlspeed.commands import app
+from typer.testing import CliRunner
 
 from rlspeed.bench.compare import compare
 from rlspeed.bench.compose import compose_all, write_config
@@ -72,7 +74,8 @@ def test_two_profiles_are_measured_on_the_same_lengths(tmp_path: Path) -> None:
     options = RunOptions(
         profiles=("baseline", "packed"), words=SMALL, on="quickstart", folder=tmp_path, warm_up=1, steps=3, repeats=2
     )
-    records = run_profiles(options, said.append)
+    records, failed = run_profiles(options, said.append)
+    assert failed == []
     assert [r.name for r in records] == ["baseline", "packed"]
     for record in records:
         assert all(len(v.samples) == 6 for v in record.values.values())
@@ -91,6 +94,25 @@ def test_two_profiles_are_measured_on_the_same_lengths(tmp_path: Path) -> None:
     assert found.row("tokens_per_second") is not None
     assert sum("warm-up" in s for s in said) == 4
     assert not list(tmp_path.rglob("*.safetensors")), "no checkpoint, no model"
+
+
+def test_one_that_fails_leaves_the_others_their_records(tmp_path: Path) -> None:
+    """The reward function of one profile raises in its first step."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n    raise ValueError('bad day')\n"
+    )
+    words = (*SMALL, f"baseline:reward.functions.0.path={reward}:score")
+    command = ["bench", "run", "baseline", "packed", *words, "--on", "quickstart", "--steps", "1", "--warm-up", "0"]
+    done = CliRunner().invoke(app, [*command, "--repeats", "2", "-o", str(tmp_path / "out"), "--json"])
+    assert isinstance(done.exception, RunError)
+    assert "bad day" in str(done.exception)
+    assert "log.txt" in str(done.exception)
+    record = json.loads(done.stdout)
+    assert record["name"] == "packed"
+    assert record["values"]["step_seconds"]["n"] == 2
+    assert [f.name for f in (tmp_path / "out").glob("*.json")] == ["packed.json"]
+    assert len(list((tmp_path / "out" / "runs").glob("baseline-*"))) == 1, "no second try"
 
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
