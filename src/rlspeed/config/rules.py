@@ -90,6 +90,25 @@ def compile_or_recompute(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
         yield _fault(loaded, "model.compile", found, "one of the two", "compiled blocks need less memory, too")
 
 
+def prefixes_can_be_shared(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
+    """Answers share a prompt in one packed row that no other rank holds a part of."""
+    p, key = loaded.profile, "model.shared_prefixes"
+    if not p.model.shared_prefixes:
+        return
+    if not p.model.use_remove_padding:
+        found, fix = "true with padded rows", "set model.use_remove_padding=true, or leave it out"
+        yield _fault(loaded, key, found, "packed rows", fix)
+    if p.rollout.n < 2:
+        found = f"true with rollout.n={p.rollout.n}: no two answers have one prompt"
+        yield _fault(loaded, key, found, "rollout.n of at least 2", "leave it out")
+    actor = p.devices.actor
+    for degree in ("sequence_parallel_size", "tensor_parallel_size"):
+        size = getattr(actor, degree, 1)
+        if size > 1:
+            found = f"true with devices.actor.{degree}={size}, which this version cannot do yet"
+            yield _fault(loaded, key, found, f"{degree} of 1", "leave it out, or lower the degree")
+
+
 def correction_band_is_a_band(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     """The masks keep weights between two ends."""
     r = loaded.profile.rollout
@@ -280,6 +299,7 @@ RULES = (
     minibatch_divides_the_batch,
     adaptive_kl_is_in_the_reward,
     compile_or_recompute,
+    prefixes_can_be_shared,
     correction_band_is_a_band,
     overlong_buffer_fits_the_answer,
     actor_learns_at_some_step,

@@ -82,6 +82,8 @@ class Model(Section):
     """Precision of the whole pipeline; auto picks by what the device can do and prints why."""
     use_remove_padding: bool = True
     """Packed sequences, no padding token computed; false: padded batches, for comparison."""
+    shared_prefixes: bool = False
+    """Store and compute each prompt once for all its answers in a bin; pays with long prompts and rollout.n above 1."""
     attention: Literal["auto", "sdpa", "varlen", "flash2", "flash4"] = "auto"
     """Attention over packed sequences; auto picks by device and installed kernels and prints why."""
     activation_checkpointing: bool | Literal["auto"] = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from rlspeed.engine.attention_kernels import kernel_fault, run_flash2, run_flash4, run_varlen
+from rlspeed.engine.attention_lse import lse_fault
 from rlspeed.engine.attention_sdpa import run_sdpa
 from rlspeed.errors import DeviceError, Fault, LayoutError
 
@@ -22,10 +23,13 @@ DESCRIPTIONS = {
 }
 
 
-def choose_attention(requested: str, device: torch.device | str, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+def choose_attention(
+    requested: str, device: torch.device | str, dtype: torch.dtype, head_dim: int, *, shared: bool = False
+) -> tuple[str, str]:
     """The backend for packed attention, and the reason in one line to print.
 
-    requested: "auto", or one of BACKENDS. dtype: of q, k and v. head_dim: of one query head.
+    requested: "auto", or one of BACKENDS. dtype: of q, k and v. head_dim: of one query head. shared: prompts are
+    shared, which needs a kernel's log-sum-exp and its backward apart.
 
     auto takes the first of BACKENDS that can run; the reason names what was passed over and why.
 
@@ -42,8 +46,13 @@ def choose_attention(requested: str, device: torch.device | str, dtype: torch.dt
             )
         )
     where = torch.device(device)
+
+    def fault_of(backend: str) -> str | None:
+        fault = kernel_fault(backend, where, dtype, head_dim)
+        return lse_fault(backend) if fault is None and shared else fault
+
     if requested != "auto":
-        fault = kernel_fault(requested, where, dtype, head_dim)
+        fault = fault_of(requested)
         if fault is not None:
             raise DeviceError(
                 Fault(
@@ -56,7 +65,7 @@ def choose_attention(requested: str, device: torch.device | str, dtype: torch.dt
         return requested, f"{requested}: {DESCRIPTIONS[requested]}, asked for by model.attention"
     passed: list[str] = []
     for backend in BACKENDS:
-        fault = kernel_fault(backend, where, dtype, head_dim)
+        fault = fault_of(backend)
         if fault is None:
             break
         passed.append(f"{backend}: {fault}")

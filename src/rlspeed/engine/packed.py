@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from rlspeed.engine.attention_shared import SharedPrefixes
 from rlspeed.errors import LayoutError
 
 
@@ -23,6 +24,8 @@ class PackedBatch:
     max_seqlen: longest sequence, from cu_seqlens.
     streams: named [T] float32 tensors beside the tokens (old_logprobs, advantages, ...), finite where loss_mask is
     True.
+    prefixes: set where answers share their prompt (`pack_shared`); "sequence" then means a prompt (id -1) or an answer,
+    positions go on after the prompt, and an answer's first token trains.
     """
 
     input_ids: torch.Tensor
@@ -33,6 +36,7 @@ class PackedBatch:
     max_seqlen: int
     lengths: tuple[int, ...]
     streams: dict[str, torch.Tensor] = field(default_factory=dict)
+    prefixes: SharedPrefixes | None = None
 
     def __post_init__(self) -> None:
         tokens = self.input_ids.numel()
@@ -62,6 +66,12 @@ class PackedBatch:
     def response_index(self) -> torch.Tensor:
         """Positions [N] int64 of the tokens that train, in order."""
         return self._response_index
+
+    def source_index(self) -> torch.Tensor:
+        """For each token that trains, the position [N] int64 whose hidden state predicts it."""
+        if self.prefixes is None:
+            return self._response_index - 1
+        return self.prefixes.predecessors[self._response_index]
 
     def segment_ids(self) -> torch.Tensor:
         """For each token that trains, the number [N] int64 of its sequence in this batch."""
@@ -99,6 +109,7 @@ class PackedBatch:
             max_seqlen=self.max_seqlen,
             lengths=self.lengths,
             streams={k: v.to(device, non_blocking=True) for k, v in self.streams.items()},
+            prefixes=None if self.prefixes is None else self.prefixes.to(device),
         )
         vars(moved)["_response_index"] = self._response_index.to(device, non_blocking=True)
         vars(moved)["_segment_ids"] = self._segment_ids.to(device, non_blocking=True)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rlspeed.engine.attention import check_segments, varlen_attention
+from rlspeed.engine.attention_shared import SharedPrefixes, shared_attention
 from rlspeed.engine.ulysses import SequenceParallel
 from rlspeed.errors import LayoutError
 
@@ -29,14 +30,14 @@ def register_attention() -> None:
 
 
 class Boundaries:
-    """What one pack tells every layer: boundaries on device and host, the longest sequence, the kernel, and the ranks
-    that share the row.
+    """What one pack tells every layer: boundaries on device and host, the longest sequence, the kernel, the ranks
+    that share the row, and the prompts that answers share.
 
     A plain class on purpose: torch.compile looks into tuples and dataclasses and compiles a block again for every
     number of sequences; an object that compiled code only hands on costs nothing.
     """
 
-    __slots__ = ("backend", "cu_seqlens", "lengths", "max_seqlen", "sp")
+    __slots__ = ("backend", "cu_seqlens", "lengths", "max_seqlen", "prefixes", "sp")
 
     def __init__(
         self,
@@ -45,12 +46,14 @@ class Boundaries:
         max_seqlen: int,
         backend: str,
         sp: SequenceParallel | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
         self.cu_seqlens = cu_seqlens
         self.lengths = lengths
         self.max_seqlen = max_seqlen
         self.backend = backend
         self.sp = sp
+        self.prefixes = prefixes
 
 
 def packed_attention_kwargs(
@@ -59,17 +62,21 @@ def packed_attention_kwargs(
     max_seqlen: int,
     backend: str,
     sp: SequenceParallel | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for the forward of a model with PACKED_ATTENTION.
 
     cu_seqlens [S+1] int32; lengths: the same boundaries on the host; max_seqlen: the longest; backend: of
     `choose_attention`. sp: ranks that share the row, each with a slice of it; the boundaries are the whole row's.
+    prefixes: prompts that answers share; not together with sp.
 
     Raises:
         LayoutError: they contradict each other.
     """
     check_segments(sum(lengths), cu_seqlens, lengths, max_seqlen)
-    return {"boundaries": Boundaries(cu_seqlens, lengths, max_seqlen, backend, sp)}
+    if prefixes is not None and sp is not None:
+        raise LayoutError("packed attention: shared prefixes together with sequence parallel ranks")
+    return {"boundaries": Boundaries(cu_seqlens, lengths, max_seqlen, backend, sp, prefixes)}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -91,7 +98,8 @@ def packed_attention(
     Compiled blocks call it as it is: the kernels are no torch operations, and their arguments differ from pack to pack.
 
     Raises:
-        LayoutError: boundaries missing, more than one row, a mask, keys of earlier calls (a cache), or dropout.
+        LayoutError: boundaries missing, more than one row, a mask, keys of earlier calls (a cache), dropout, or shared
+            prefixes in a layer with a sliding window.
     """
     if boundaries is None:
         raise LayoutError(
@@ -109,7 +117,12 @@ def packed_attention(
     if dropout:
         raise LayoutError(f"packed attention: attention dropout {dropout} is not supported; set attention_dropout to 0")
 
+    prefixes = boundaries.prefixes
+
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if prefixes is not None:
+            options: dict[str, Any] = {"window": sliding_window, "scale": scaling, "backend": boundaries.backend}
+            return shared_attention(q, k, v, boundaries.cu_seqlens, boundaries.lengths, prefixes, **options)
         return varlen_attention(
             q,
             k,

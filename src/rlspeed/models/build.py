@@ -141,7 +141,7 @@ def hidden_states(
         position_ids=positions[None],
         attention_mask=None,
         use_cache=False,
-        **packed_attention_kwargs(batch.cu_seqlens, batch.lengths, batch.max_seqlen, backend, sp),
+        **packed_attention_kwargs(batch.cu_seqlens, batch.lengths, batch.max_seqlen, backend, sp, batch.prefixes),
     )
     return out.last_hidden_state[0]
 
@@ -167,10 +167,11 @@ class PolicyModel(nn.Module):
         """Log-probs [N] fp32 of the N tokens under batch.loss_mask, and the entropies [N] of their distributions."""
         sp, tp = (self.spread.sp, self.spread.tp) if self.spread else (None, None)
         hidden = hidden_states(self.causal_lm.model, batch, backend=self.backend, padded=self.padded, sp=sp)
-        index, keep = batch.response_index(), None
+        index, source, keep = batch.response_index(), batch.source_index(), None
         if self.padded:
             index, keep = response_window(batch)
-        chosen, places = own_places(sp, index - 1, batch.num_tokens)
+            source = index - 1
+        chosen, places = own_places(sp, source, batch.num_tokens)
         head = self.causal_lm.lm_head
         logprobs, entropy = linear_logprob(
             hidden[places],
@@ -182,8 +183,8 @@ class PolicyModel(nn.Module):
             shard=tp.vocabulary(head.out_features) if tp else None,
         )
         if sp is not None:
-            logprobs = sp.gather(logprobs, index - 1, batch.num_tokens)
-            entropy = None if entropy is None else sp.gather(entropy, index - 1, batch.num_tokens)
+            logprobs = sp.gather(logprobs, source, batch.num_tokens)
+            entropy = None if entropy is None else sp.gather(entropy, source, batch.num_tokens)
         if keep is None:
             return logprobs, entropy
         return logprobs[keep], None if entropy is None else entropy[keep]
@@ -209,7 +210,7 @@ class ValueModel(nn.Module):
         """Values [N] fp32 of the N tokens under batch.loss_mask."""
         sp = self.spread.sp if self.spread else None
         hidden = hidden_states(self.backbone, batch, backend=self.backend, padded=self.padded, sp=sp)
-        index = batch.response_index() - 1
+        index = batch.source_index()
         _, places = own_places(sp, index, batch.num_tokens)
         values = self.value_head(hidden[places])[:, 0].to(torch.float32, copy=True)  # FSDP2 wants no view
         return values if sp is None else sp.gather(values, index, batch.num_tokens)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from rlspeed.engine.packed import pack_sequences
+from rlspeed.engine.packed_shared import pack_shared
 from rlspeed.engine.precision import Precision
 from rlspeed.engine.world import World
 from rlspeed.errors import Fault, RunError
@@ -69,6 +70,34 @@ def check_layout(
                 found=f"changing one sequence moved another's log-probs by {leak:.2e}",
                 allowed="exactly 0",
                 fix="attention crosses sequence boundaries; try model.attention=sdpa and report the model",
+            )
+        )
+    return gap
+
+
+def check_shared(
+    actor: Actor, sequences: Sequence[Sequence[int]], precision: Precision, world: World, model: str
+) -> float:
+    """Compare log-probs of answers that share their prompt with those of the plain pack; the mean absolute difference.
+
+    sequences: the first is the prompt, the others are its answers.
+
+    Raises:
+        RunError: they differ by more than TOLERANCE.
+    """
+    prompt, *answers = sequences
+    rows, prompts = [[*prompt, *a] for a in answers], [len(prompt)] * len(answers)
+    plain = actor.logprobs(pack_sequences(rows, prompts).to(world.device)).float().cpu()
+    shared = actor.logprobs(pack_shared(rows, prompts, [0] * len(rows)).to(world.device)).float().cpu()
+    gap = float((shared - plain).abs().mean())
+    limit = TOLERANCE[precision.compute]
+    if not gap <= limit:
+        raise RunError(
+            Fault(
+                where=f"start-up check of {model}",
+                found=f"log-probs of answers that share a prompt differ from plain packs by {gap:.2e} on average",
+                allowed=f"at most {limit:.0e} in {precision.compute}",
+                fix="set model.shared_prefixes=false",
             )
         )
     return gap

@@ -130,6 +130,7 @@ SIZES = (
     _of("sum", "tokens/squares", "tokens^2", "Sum of the squared lengths of all sequences: what attention computes."),
     _of("sum", "tokens/trained", "tokens", "Tokens under the loss mask over all ranks, each once whatever the epochs."),
     _of("sum", "tokens/padding", "tokens", "Padding tokens computed in the update; they are in no throughput."),
+    _of("sum", "pack/shared_tokens_saved", "tokens", "Prompt tokens that the bins hold once and not once per answer."),
 )
 
 CLOCK = (

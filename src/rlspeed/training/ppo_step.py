@@ -102,11 +102,13 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
         capacity=parts.capacity if cfg.model.use_remove_padding else None,
         micro_batch_size=cfg.packing.micro_batch_size,
         seed=seed_of(cfg.run.seed, step),
+        shared=cfg.model.shared_prefixes,
     )
     shared = metrics if grid.leads else StepMetrics()  # what all ranks of a share see is counted once
-    record_sizes(shared, table, plans, grid, padded=not cfg.model.use_remove_padding)
+    padded, prefixes = not cfg.model.use_remove_padding, cfg.model.shared_prefixes
+    record_sizes(shared, table, plans, grid, padded=padded, shared=prefixes)
     mine = {i: collected.rollouts[(a.group, a.sample_id)] for i, a in enumerate(table) if a.holder == world.rank}
-    per_minibatch = build_batches(world, table, mine, plans, grid.shares, multiple=grid.sp)
+    per_minibatch = build_batches(world, table, mine, plans, grid.shares, multiple=grid.sp, shared=prefixes)
     batches = [b for part in per_minibatch for b in part]
     _score(parts, batches, plans)
     with clock.phase("adv"):

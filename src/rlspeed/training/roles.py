@@ -16,6 +16,7 @@ from rlspeed.engine.packed import PackedBatch
 from rlspeed.engine.parallelize import full_tensor
 from rlspeed.engine.precision import Precision
 from rlspeed.engine.world import World
+from rlspeed.errors import ConfigError, Fault
 from rlspeed.models.build import PolicyModel, ValueModel, load_model_config
 from rlspeed.models.weights import live_weights
 from rlspeed.planning.devices import Role
@@ -184,11 +185,25 @@ def kept_blocks(profile: Profile, world: World) -> tuple[int, str]:
 
 
 def _attention(profile: Profile, config: Any, precision: Precision, world: World) -> tuple[str, str]:
-    """The kernel of training, and why."""
+    """The kernel of training, and why.
+
+    Raises:
+        ConfigError: shared prefixes in a model with sliding windows.
+    """
     if not profile.model.use_remove_padding:
         return "sdpa", "padded training (use_remove_padding: false)"
+    shared = profile.model.shared_prefixes
+    if shared and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ConfigError(
+            Fault(
+                where="model.shared_prefixes",
+                found=f"true, and {profile.model.path!r} has layers with a sliding window of {config.sliding_window}",
+                allowed="a model whose layers see the whole sequence",
+                fix="set model.shared_prefixes=false",
+            )
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return choose_attention(profile.model.attention, world.device, precision.compute, head_dim)
+    return choose_attention(profile.model.attention, world.device, precision.compute, head_dim, shared=shared)
 
 
 def build_roles(

@@ -23,7 +23,7 @@ from rlspeed.rollout.builtin import BuiltinGenerator
 from rlspeed.rollout.generator import Generator
 from rlspeed.rollout.types import Prompt, Rollout, SamplingParams
 from rlspeed.rollout.vllm import VllmGenerator
-from rlspeed.training.checks import check_generator, check_layout, sample_sequences
+from rlspeed.training.checks import check_generator, check_layout, check_shared, sample_sequences
 from rlspeed.training.clock import Clock
 from rlspeed.training.collect import Collector
 from rlspeed.training.grid import Grid, make_grid
@@ -232,6 +232,10 @@ def startup_checks(setup: Setup) -> list[str]:
     )
     form = "packed" if parts.profile.model.use_remove_padding else "padded"
     notes = [f"checked: {form} = one by one (mean difference {gap:.1e})"]
+    if parts.profile.model.shared_prefixes:
+        rows = sample_sequences(prompts)
+        gap = check_shared(parts.roles.actor, rows, setup.precision, parts.world, parts.profile.model.path)
+        notes.append(f"checked: shared prompts = plain packs (mean difference {gap:.1e})")
 
     def answers(requests: Sequence[Prompt], sampling: SamplingParams) -> list[Rollout]:
         parts.handover.to_generation()

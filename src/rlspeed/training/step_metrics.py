@@ -9,6 +9,7 @@ import torch
 from rlspeed.algorithms import correction
 from rlspeed.engine.packed import PackedBatch
 from rlspeed.engine.world import World
+from rlspeed.planning.prefixes import tokens_saved
 from rlspeed.rewards.types import Score
 from rlspeed.rollout.stats import GenerationStats
 from rlspeed.training.batches import Answer, MiniBatch
@@ -55,9 +56,11 @@ def record_groups(metrics: StepMetrics, table: Sequence[Answer]) -> None:
 
 
 def record_sizes(
-    metrics: StepMetrics, table: Sequence[Answer], plans: Sequence[MiniBatch], grid: Grid, *, padded: bool
+    metrics: StepMetrics, table: Sequence[Answer], plans: Sequence[MiniBatch], grid: Grid, *, padded: bool, shared: bool
 ) -> None:
-    """Loads of the shares of the data before and after balancing, and padding tokens of padded training."""
+    """Loads of the shares of the data before and after balancing, padding tokens of padded training, and prompt tokens
+    that sharing leaves out.
+    """
     before = [sum(a.tokens for a in table if a.holder in ranks) for ranks in grid.shares]
     after = [sum(table[n].tokens for p in plans for b in p.bins[s] for n in b) for s in range(len(grid.shares))]
     for name, value in seqlen_balance(before, after).items():
@@ -67,6 +70,9 @@ def record_sizes(
         sum(len(b) * max(table[n].tokens for n in b) - sum(table[n].tokens for n in b) for b in bins) if padded else 0
     )
     metrics.add("tokens/padding", float(waste))
+    if shared:
+        saved = tokens_saved(bins, [a.group for a in table], [a.prompt_tokens for a in table])
+        metrics.add("pack/shared_tokens_saved", float(saved))
 
 
 def record_generation(metrics: StepMetrics, stats: GenerationStats | None) -> None:

@@ -267,3 +267,16 @@ def test_every_rule_has_a_docstring_and_its_own_name() -> None:
 def test_compiled_blocks_and_recomputation_exclude_each_other() -> None:
     assert keys("model.compile=true", "model.activation_checkpointing=true") == ["model.compile"]
     assert keys("model.compile=true") == []
+
+
+def test_prompts_are_shared_in_packed_rows_of_one_rank() -> None:
+    shared = ("model.shared_prefixes=true", "rollout.n=4")
+    assert found(*shared) == []
+    assert found(*shared, "model.activation_checkpointing=true") == []
+    (fault,) = found(*shared, "model.use_remove_padding=false")
+    assert fault.found == "model.shared_prefixes: true with padded rows"
+    (fault,) = found(shared[0], "rollout.n=1")
+    assert "no two answers have one prompt" in fault.found
+    for degree in ("tensor_parallel_size", "sequence_parallel_size"):
+        (fault,) = found(*shared, f"devices.actor.{degree}=2", world_size=2)
+        assert f"devices.actor.{degree}=2, which this version cannot do yet" in fault.found

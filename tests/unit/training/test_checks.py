@@ -11,7 +11,7 @@ from torch import nn
 
 from rlspeed.engine.packed import PackedBatch
 from rlspeed.errors import RunError
-from rlspeed.training.checks import check_gap, check_layout
+from rlspeed.training.checks import check_gap, check_layout, check_shared
 
 PRECISION: Any = SimpleNamespace(compute=torch.bfloat16)
 WORLD: Any = SimpleNamespace(device=torch.device("cpu"))
@@ -74,3 +74,18 @@ def test_a_generator_with_other_weights_stops_the_run_at_that_step() -> None:
             check_gap({metric: gap}, 3, 0.05)
         assert "update_weights of step 2" in str(caught.value)
         assert "at most 0.05 (rollout.parity_tolerance)" in str(caught.value)
+
+
+def test_answers_that_do_not_see_their_prompt_stop_the_run() -> None:
+    """A model that looks one token back: right where it goes by `source_index`, wrong where by the row."""
+
+    def model(*, by_row: bool) -> Any:
+        def logprobs(batch: PackedBatch) -> torch.Tensor:
+            before = batch.response_index() - 1 if by_row else batch.source_index()
+            return -batch.input_ids[before].float()
+
+        return SimpleNamespace(logprobs=logprobs)
+
+    assert check_shared(model(by_row=False), SEQUENCES, PRECISION, WORLD, "org/m") == 0.0
+    with pytest.raises(RunError, match="share a prompt differ from plain packs"):
+        check_shared(model(by_row=True), SEQUENCES, PRECISION, WORLD, "org/m")
