@@ -84,10 +84,9 @@ def test_transitions(attempt: Any) -> None:
             return
         assert len(plan.tensors) == len(shape.weights())
         moved = sum(move.region.num_elements for tensor in plan.tensors for move in tensor.moves)
-        assert (
-            sum(p.region.num_elements for p in (*buckets.copies, *(p for b in buckets.buckets for p in b.pieces)))
-            == moved
-        )
+        pieces = [p for rank in plan.ranks for p in buckets.copies(rank)]
+        pieces += [p for b in buckets.buckets for p in b.pieces]
+        assert sum(p.region.num_elements for p in pieces) == moved
 
     attempt(
         st.tuples(

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from rlspeed.config.load import load_profile
+from rlspeed.planning.machine import Machine
+from rlspeed.planning.report import inspect_profile
+
 WORDS = (
     *("quickstart", "run.steps=2", "run.plots=false", "run.save_every=1", "data.batch_size=10"),
     *("data.max_val_samples=9", "rollout.n=2", "algorithm.mini_batch_size=5", "packing.capacity=64"),
@@ -50,6 +54,19 @@ def metrics(folder: Path) -> dict[tuple[int, str], float]:
     return {(r["step"], k): v for r in rows for k, v in r.items() if not k.startswith(ABOUT_RANKS)}
 
 
+def transitions(folder: Path) -> set[float]:
+    """Bytes over the wire in a transition, of all ranks together, as the run reports them."""
+    rows = [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
+    return {r["transition/bytes_received"] for r in rows if "transition/bytes_received" in r}
+
+
+def planned_bytes(ranks: int, words: tuple[str, ...]) -> int:
+    """What `check-devices --plan` says of it beforehand."""
+    plan = inspect_profile(load_profile("quickstart", words).profile, Machine(devices=()), world_size=ranks).plan
+    assert plan is not None
+    return plan.num_bytes
+
+
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process."""
@@ -77,6 +94,7 @@ def test_ranks_equal_one(one: Path, tmp_path: Path, layout: str) -> None:
             assert several[key] == value, key
         else:
             assert several[key] == pytest.approx(value, rel=1e-3, abs=1e-4), key
+    assert transitions(folder) == {planned_bytes(ranks, words)}
     wanted, got = (load_file(place / "hf" / "model.safetensors") for place in (one, folder))
     assert wanted.keys() == got.keys()
     for name, weight in wanted.items():

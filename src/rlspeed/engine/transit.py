@@ -7,6 +7,7 @@ arrived: then each bucket has its own, and all are loaded at the end.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,20 +46,24 @@ class Route:
         """Bytes from and to each rank of the group."""
         width = WIRE_DTYPES[bucket.wire_dtype].itemsize
         give, get = dict.fromkeys(self.members, 0), dict.fromkeys(self.members, 0)
-        for piece in bucket.pieces:
-            if piece.src == self.rank:
-                give[piece.dst] += piece.region.num_elements * width
-            if piece.dst == self.rank:
-                get[piece.src] += piece.region.num_elements * width
+        for piece in bucket.leaving(self.rank):
+            give[piece.dst] += piece.region.num_elements * width
+        for piece in bucket.received_by(self.rank):
+            get[piece.src] += piece.region.num_elements * width
         return Freight(bucket.how, tuple(give.values()), tuple(get.values()))
 
     def outgoing(self, bucket: Bucket) -> list[Piece]:
         """This rank's pieces in the order of the send buffer."""
-        return sorted(bucket.sent_by(self.rank), key=lambda p: self.members.index(p.dst))
+        return sorted(bucket.sent_by(self.rank), key=lambda p: self.places[p.dst])
 
     def incoming(self, bucket: Bucket) -> list[Piece]:
         """Pieces for this rank in the order of the receive buffer."""
-        return sorted(bucket.received_by(self.rank), key=lambda p: self.members.index(p.src))
+        return sorted(bucket.received_by(self.rank), key=lambda p: self.places[p.src])
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Place in the group by rank."""
+        return {rank: place for place, rank in enumerate(self.members)}
 
 
 class Lanes:
@@ -71,7 +76,7 @@ class Lanes:
 
     def __init__(self, route: Route, sources: Tensors, targets: Tensors) -> None:
         self.places = _places(sources, targets)
-        self.copied = [p for p in route.cut.copies if p.dst == route.rank]
+        self.copied = list(route.cut.copies(route.rank))
         shared = {n for n, t in targets.items() if n in sources and _same_memory(t, sources[n])}
         self.aliased = [p for p in self.copied if p.name in shared]
         self.copied = [p for p in self.copied if p.name not in shared]
@@ -85,8 +90,7 @@ class Lanes:
         self.gives = [[source(p) for p in route.outgoing(b)] for b in route.cut.buckets]
         self.takes = [[target(p) for p in route.incoming(b)] for b in route.cut.buckets]
         self.senders = [
-            [(i, n) for i, m in enumerate(route.members) if (n := sum(p.src == m for p in b.received_by(route.rank)))]
-            for b in route.cut.buckets
+            list(Counter(route.places[p.src] for p in route.incoming(b)).items()) for b in route.cut.buckets
         ]
         self.copies: list[tuple[torch.Tensor, torch.Tensor, torch.dtype | None]] = []
         for piece in self.copied:

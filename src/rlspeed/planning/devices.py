@@ -179,7 +179,7 @@ def build_device_map(
         else:
             out[role] = _placement(section, spread)
     if Role.ROLLOUT in roles:
-        out[Role.ROLLOUT] = _rollout(mapping.actor or ActorPlacement(), actor, use_vllm)
+        out[Role.ROLLOUT] = generator_placement(mapping, actor, use_vllm)
     return DeviceMap(world_size=world_size, roles=out)
 
 
@@ -201,10 +201,10 @@ def _beside(actor: Placement) -> Placement:
     )
 
 
-def _rollout(section: ActorPlacement, actor: Placement, use_vllm: bool) -> Placement:
+def generator_placement(mapping: DeviceMapping, actor: Placement, use_vllm: bool) -> Placement:
     """The generator: on the actor's ranks, vLLM with its own tensor parallel degree."""
-    vllm = use_vllm if section.use_vllm is None else section.use_vllm
-    tp = section.vllm_config.tensor_parallel_size if vllm else 1
+    section = mapping.actor or ActorPlacement()
+    tp = section.vllm_config.tensor_parallel_size if uses_vllm(mapping, use_vllm) else 1
     host = actor.host_params  # then it needs a copy on the device
     return Placement(device=actor.device, ranks=actor.ranks, tp=tp, shares_with=str(Role.ACTOR), host_params=host)
 

@@ -14,6 +14,7 @@ from typing import Literal
 from rlspeed.config.schema import Profile
 from rlspeed.planning.devices import DeviceMap, Placement, Role
 from rlspeed.planning.shape import ModelShape
+from rlspeed.planning.transition import takes_whole
 
 Phase = Literal["generation", "log-probs", "update critic", "update actor", "transition"]
 PHASES: tuple[Phase, ...] = ("generation", "log-probs", "update critic", "update actor", "transition")
@@ -247,11 +248,14 @@ def _working(
     if phase == "generation":
         return _generating(place, shape, size, device_bytes)
     if phase == "transition":
-        whole = size.element_bytes * shape.num_params // place.tp
+        whole = takes_whole(vllm=size.vllm, hybrid_engine=size.hybrid_engine)
+        brought = size.element_bytes * shape.num_params // (1 if whole else place.tp)
         # two buffers to send and two to receive; where the old weights stay in force, all that is received; in the
         # classic way the full tensors, before they are copied into the second model
-        buffers = 4 * size.bucket_bytes if size.lightweight else 2 * size.bucket_bytes + whole
-        buffers = buffers if size.hybrid_engine else whole
+        buffers = 4 * size.bucket_bytes if size.lightweight else 2 * size.bucket_bytes + brought
+        if size.vllm:  # what has arrived, before vLLM loads it into tensors of its own
+            buffers = 4 * size.bucket_bytes + brought
+        buffers = buffers if size.hybrid_engine else brought
         return Memory(phase=phase, buffers=0 if len(place.ranks) == 1 else buffers)
     trains = phase.startswith("update")
     tp, sp, e = place.tp, place.sp, size.element_bytes

@@ -19,7 +19,7 @@ from rlspeed.planning.probe import read_shape
 from rlspeed.planning.recompute import keep_what_fits
 from rlspeed.planning.reshard import DTYPE_BYTES, ReshardPlan, plan_reshard
 from rlspeed.planning.shape import ModelShape
-from rlspeed.planning.transition import generation_mesh, received_bytes, training_mesh, transition_requests
+from rlspeed.planning.transition import actor_way, received_bytes, transition_requests
 
 MOST_PLANNED_RANKS = 64  # more are only counted: a list of millions of moves helps nobody
 
@@ -109,7 +109,7 @@ def inspect_run(
     plan: ReshardPlan | None = None
     auto: RunSize | None = None
     if known and profile is not None and not devices.check():
-        received, plan = _transition(devices, known, machine, wire_dtype(profile, machine))
+        received, plan = _transition(profile, devices, known, machine)
         size = run_size(profile, element_bytes=element_bytes(profile, machine), vllm=vllm)
         if profile.model.activation_checkpointing == "auto":
             auto = keep_what_fits(devices, known, size, machine)
@@ -197,21 +197,21 @@ def wire_dtype(profile: Profile, machine: Machine) -> str:
 
 
 def _transition(
-    devices: DeviceMap, shapes: Mapping[Role, ModelShape], machine: Machine, wire: str
+    profile: Profile, devices: DeviceMap, shapes: Mapping[Role, ModelShape], machine: Machine
 ) -> tuple[dict[int, int], ReshardPlan | None]:
-    """Bytes into each rank, and the plan between training and generation, cut to fit each other."""
-    shape = shapes.get(Role.ACTOR)
-    actor, rollout = devices.roles.get(Role.ACTOR), devices.roles.get(Role.ROLLOUT)
-    if shape is None or actor is None or rollout is None:
+    """Bytes into each rank, and the plan between training and generation."""
+    shape, actor = shapes.get(Role.ACTOR), devices.roles.get(Role.ACTOR)
+    if shape is None or actor is None or Role.ROLLOUT not in devices.roles:
         return {}, None
+    wire = wire_dtype(profile, machine)
     try:
-        train, generation = training_mesh(actor), generation_mesh(actor, rollout)
-        aligned = generation.tp > 1  # whole weights cost the same either way
-        width = DTYPE_BYTES[wire]
-        received = received_bytes(shape, train, generation, aligned=aligned, element_bytes=width)
+        way = actor_way(profile, actor, shape)
+        received = received_bytes(
+            shape, way.train, way.generation, aligned=way.aligned, element_bytes=DTYPE_BYTES[wire]
+        )
         if len(actor.ranks) > MOST_PLANNED_RANKS:
             return received, None
-        requests = transition_requests(shape, train, generation, aligned=aligned, wire_dtype=wire)
+        requests = transition_requests(shape, way.train, way.generation, aligned=way.aligned, wire_dtype=wire)
         per_node = machine.num_devices if machine.nodes > 1 else None
         return received, plan_reshard(requests, ranks_per_node=per_node)
     except RlspeedError:  # degrees that do not fit the heads are among the faults already

@@ -8,10 +8,11 @@ its generation shard (HybridFlow, section 5.3), so a rank receives only what it 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rlspeed.config.schema import Profile
 from rlspeed.errors import Fault, LayoutError
-from rlspeed.planning.devices import Placement
+from rlspeed.planning.devices import Placement, generator_placement, uses_vllm
 from rlspeed.planning.layout import Layout, Mesh
 from rlspeed.planning.reshard import TensorRequest, least_bytes
 from rlspeed.planning.shape import ModelShape, WeightShape
@@ -37,6 +38,51 @@ class GenerationMesh:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The tensor parallel groups, each in the order of its shards."""
         return self.mesh.groups(*self.axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How the actor's weights lie while it trains and while it generates.
+
+    aligned: FSDP2 cuts along the dimension that tensor parallel cuts, see `training_layout`.
+    """
+
+    train: Mesh
+    generation: GenerationMesh
+    aligned: bool
+
+
+def actor_way(profile: Profile, actor: Placement, shape: ModelShape) -> Way:
+    """The two layouts of a run: those that `train` binds and that `check-devices` plans with.
+
+    FSDP2 is aligned where slices are taken on the training's own ranks and the row-wise matrices divide evenly, which
+    FSDP2 asks for; whole weights cost the same either way.
+
+    Raises:
+        LayoutError: degrees that do not divide the ranks.
+    """
+    own = profile.model.actor
+    rollout = generator_placement(profile.devices, actor, own.use_vllm_for_generation)
+    vllm = uses_vllm(profile.devices, own.use_vllm_for_generation)
+    if takes_whole(vllm=vllm, hybrid_engine=own.use_3d_hybrid_engine):
+        rollout = replace(rollout, tp=1)
+    train, generation = training_mesh(actor), generation_mesh(actor, rollout)
+    over = train.size(DP) * train.size(TP)
+    even = all(w.shape[1] % over == 0 for w in shape.weights() if w.tp_dim == 1)
+    return Way(
+        train=train,
+        generation=generation,
+        aligned=generation.tp > 1 and set(actor.ranks) == set(rollout.ranks) and even,
+    )
+
+
+def takes_whole(*, vllm: bool, hybrid_engine: bool) -> bool:
+    """Whether every rank is brought whole weights, whatever its degree in generation; else its slices alone.
+
+    vLLM is given whole tensors, of which each of its ranks loads a slice by itself; without the hybrid engine whole
+    tensors are gathered.
+    """
+    return vllm or not hybrid_engine
 
 
 def interval_generation(train: Mesh, tp: int) -> GenerationMesh:

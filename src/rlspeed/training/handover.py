@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -27,9 +27,10 @@ from rlspeed.engine.transit import WIRE_DTYPES
 from rlspeed.engine.world import World
 from rlspeed.errors import Fault, RunError
 from rlspeed.models.weights import WeightSpec, reshard_requests, weight_specs
-from rlspeed.planning.devices import Placement, uses_vllm
+from rlspeed.planning.devices import uses_vllm
 from rlspeed.planning.reshard import ReshardPlan, plan_reshard
-from rlspeed.planning.transition import generation_mesh, training_mesh
+from rlspeed.planning.shape import ModelShape
+from rlspeed.planning.transition import Way, actor_way
 from rlspeed.rollout.generator import Generator
 from rlspeed.rollout.vllm import VllmGenerator
 from rlspeed.training.carriers import Carrier, Copied, Moved, Resharded, Shared
@@ -188,14 +189,9 @@ def make_handover(profile: Profile, precision: Precision, world: World, grid: Gr
     return handover
 
 
-def transition_plan(
-    specs: Sequence[WeightSpec], actor: Placement, wire: str, ranks_per_node: int | None
-) -> ReshardPlan:
-    """From the actor's training layout to whole weights on each of its ranks; `check-devices --plan` prints it."""
-    whole = replace(actor, tp=1, sp=1, replicas=1)
-    requests = reshard_requests(
-        specs, training_mesh(actor), generation_mesh(actor, whole), aligned=False, wire_dtype=wire
-    )
+def transition_plan(specs: Sequence[WeightSpec], way: Way, wire: str, ranks_per_node: int | None) -> ReshardPlan:
+    """From the actor's training layout to the generator's; `check-devices --plan` prints the same one."""
+    requests = reshard_requests(specs, way.train, way.generation, aligned=way.aligned, wire_dtype=wire)
     return plan_reshard(requests, ranks_per_node=ranks_per_node)
 
 
@@ -206,10 +202,12 @@ def _carrier(profile: Profile, precision: Precision, world: World, grid: Grid, r
         return Copied(model, world.device, precision.compute, second=not vllm)
     if world.size == 1:
         return Shared(model)
-    specs, wire = weight_specs(model, roles.causal_lm.config), WIRE_NAMES[precision.wire]
+    config = roles.causal_lm.config
+    specs, wire = weight_specs(model, config), WIRE_NAMES[precision.wire]
+    way = actor_way(profile, grid.actor, ModelShape.from_config(config.to_dict(), where="model config"))
     return Resharded(
         model,
-        transition_plan(specs, grid.actor, wire, grid.ranks_per_node),
+        transition_plan(specs, way, wire, grid.ranks_per_node),
         world,
         stays=not vllm and not own.use_lightweight_sharding_for_generation,
         bucket_bytes=own.sync_bucket_mb << 20,

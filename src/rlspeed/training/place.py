@@ -17,8 +17,9 @@ from rlspeed.errors import Fault, RlspeedError, RunError
 from rlspeed.models.build import PolicyModel, ValueModel, load_causal_lm, load_model_config
 from rlspeed.models.materialize import fill_from_main, meta_causal_lm
 from rlspeed.models.tp_rules import rules_for
-from rlspeed.planning.devices import Role
-from rlspeed.planning.transition import training_mesh
+from rlspeed.planning.devices import Placement, Role
+from rlspeed.planning.shape import ModelShape
+from rlspeed.planning.transition import actor_way, training_mesh
 from rlspeed.training.grid import Grid
 
 M = TypeVar("M", PolicyModel, ValueModel)
@@ -39,16 +40,16 @@ class Placing:
         """Implementation that the layers call."""
         return "packed" if self.profile.model.use_remove_padding else "sdpa"
 
-    def model(self, role: Role, path: str, wrap: Callable[[Any], M], *, train: bool, aligned: bool = False) -> M:
+    def model(self, role: Role, path: str, wrap: Callable[[Any], M], *, train: bool) -> M:
         """The model at `path` as `role` has it; every rank calls it.
 
-        wrap: of a causal language model to the module that trains. aligned: see `engine.parallelize.fsdp`.
+        wrap: of a causal language model to the module that trains.
 
         Raises:
             RlspeedError: no model there, or degrees that it does not allow; on every rank.
         """
         if self.grid.meshes:
-            module = self._spread(role, path, wrap, train=train, aligned=aligned)
+            module = self._spread(role, path, wrap, train=train)
         else:
             module = wrap(self._load(path)).to(self.world.device)
             if train and self.profile.model.activation_checkpointing:
@@ -66,7 +67,7 @@ class Placing:
             trust_remote_code=self.profile.model.trust_remote_code,
         )
 
-    def _spread(self, role: Role, path: str, wrap: Callable[[Any], M], *, train: bool, aligned: bool) -> M:
+    def _spread(self, role: Role, path: str, wrap: Callable[[Any], M], *, train: bool) -> M:
         """Spread on the meta device everywhere; one rank reads the files and sends each rank its part."""
         own, place, mesh = self.profile.model, self.grid.places[role], self.grid.meshes[role]
         whole = self._read_on(place.ranks[0], path)
@@ -76,6 +77,7 @@ class Placing:
         with torch.device("meta"):
             module = wrap(lm)
         section = getattr(self.profile.devices, role)
+        aligned = role is Role.ACTOR and self._aligned(place, config)
         parallelize(
             module,
             mesh,
@@ -99,6 +101,11 @@ class Placing:
             bucket_bytes=own.actor.sync_bucket_mb << 20,
         )
         return module
+
+    def _aligned(self, actor: Placement, config: Any) -> bool:
+        """Whether the actor's shards are to be its slices in generation; see `engine.parallelize.fsdp`."""
+        shape = ModelShape.from_config(config.to_dict(), where="model config")
+        return actor_way(self.profile, actor, shape).aligned
 
     def _read_on(self, rank: int, path: str) -> Any:
         """The model on `rank`, None on all others; what fails there is raised everywhere."""

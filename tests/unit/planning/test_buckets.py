@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,8 @@ from rlspeed.errors import LayoutError
 from rlspeed.planning.buckets import Bucket, BucketPlan, plan_buckets, wire_bytes
 from rlspeed.planning.layout import Layout, Mesh
 from rlspeed.planning.reshard import DTYPE_BYTES, ReshardPlan, TensorRequest, plan_reshard
+from rlspeed.planning.shape import ModelShape
+from rlspeed.planning.transition import interval_generation, transition_requests
 
 
 def random_layout(rng: random.Random, ranks: list[int], dims: int) -> Layout:
@@ -70,7 +73,7 @@ def test_buckets_carry_each_wire_move_once(seed: int) -> None:
         planned, carried, count = elements(plan, cut)
         assert carried == planned
         assert count == len(planned)
-        assert sum(p.region.num_elements for p in cut.copies) == sum(
+        assert sum(p.region.num_elements for rank in plan.ranks for p in cut.copies(rank)) == sum(
             m.region.num_elements for t in plan.tensors for m in t.moves if m.is_local
         )
         for bucket in cut.buckets:
@@ -128,3 +131,49 @@ def test_a_bucket_holds_at_least_a_byte() -> None:
     assert plan_buckets(plan, 1).buckets == ()
     with pytest.raises(LayoutError, match="buckets of 0 bytes"):
         plan_buckets(plan, 0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_tensors_share_changes_nothing(seed: int) -> None:
+    """Tensors of few kinds, which share moves and what is computed of them, against the same plan sharing nothing."""
+    rng = random.Random(seed)
+    for _ in range(40):
+        kinds = [t for _ in range(3) for t in random_plan(rng, same_ranks=rng.random() < 0.5).tensors]
+        named = [rng.choice(kinds).renamed(f"t{i:02d}") for i in range(12)]
+        plan = ReshardPlan(tensors=tuple(named))
+        alone = ReshardPlan(tensors=tuple(replace(t, moves=(*t.moves,)) for t in named))
+        assert len({id(t.moves) for t in alone.tensors if t.moves}) == sum(bool(t.moves) for t in alone.tensors)
+        limit = rng.choice([8, 64, 400, 10_000])
+        ours, expected = plan_buckets(plan, limit), plan_buckets(alone, limit)
+        assert [(b.how, b.wire_dtype, b.pieces) for b in ours.buckets] == [
+            (b.how, b.wire_dtype, b.pieces) for b in expected.buckets
+        ]
+        for rank in plan.ranks:
+            assert ours.copies(rank) == expected.copies(rank)
+            for ours_now, theirs in zip(ours.buckets, expected.buckets):
+                listed = [p for p in theirs.pieces if p.dst == rank]
+                assert list(ours_now.received_by(rank)) == listed
+                assert ours_now.leaving(rank) == [p for p in theirs.pieces if p.src == rank]
+
+
+def test_units_are_made_once_for_each_kind_of_tensor() -> None:
+    """7B over 64 ranks to whole copies: 1.4 million pieces in the buckets, 48 thousand of them made."""
+    shape = ModelShape(
+        family="qwen2",
+        hidden=3584,
+        layers=28,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        intermediate=18944,
+        vocab=152064,
+        qkv_bias=True,
+    )
+    train = Mesh.of(range(64), dp_shard=64, tp=1)
+    cut = plan_buckets(
+        plan_reshard(transition_requests(shape, train, interval_generation(train, 1), aligned=False)), 1 << 28
+    )
+    units = [u for b in cut.buckets for _, u in b.units]
+    made = {id(u): len(u.moves) for u in units}
+    assert sum(len(u.moves) for u in units) > 25 * sum(made.values())
+    assert sum(wire_bytes(b, 5)[1] for b in cut.buckets) == 2 * shape.num_params * 63 // 64

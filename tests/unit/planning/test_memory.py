@@ -171,6 +171,15 @@ def test_weights_of_the_generator_stay_where_generation_is_not_lightweight() -> 
     assert heavy["transition"].buffers - light["transition"].buffers == 2 * QWEN_1_5B.num_params - 2 * SIZE.bucket_bytes
 
 
+def test_vllm_is_given_whole_weights_on_every_rank() -> None:
+    """Beside its own half at tensor parallel 2: what arrived whole, before each rank loads its slice."""
+    devices, roles = device_map(2, GRPO), dict.fromkeys(GRPO, QWEN_1_5B)
+    halves = {**devices.roles, Role.ROLLOUT: replace(devices.roles[Role.ROLLOUT], tp=2)}
+    phases = predict_memory(replace(devices, roles=halves), roles, replace(SIZE, vllm=True), 0)
+    moving = next(m for m in phases if m.phase == "transition")
+    assert moving.buffers == 4 * SIZE.bucket_bytes + 2 * QWEN_1_5B.num_params
+
+
 def test_options_do_what_they_say() -> None:
     kept = activation_bytes(QWEN_7B, SIZE, trains=True)
     assert activation_bytes(QWEN_7B, replace(SIZE, recompute=True), trains=True) < kept / 8

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 
+from rlspeed.config.schema import Profile
 from rlspeed.errors import ConfigError, LayoutError
+from rlspeed.planning.devices import Placement
 from rlspeed.planning.layout import Layout, Mesh
 from rlspeed.planning.reshard import TensorRequest, least_bytes, plan_reshard
 from rlspeed.planning.shape import ModelShape
 from rlspeed.planning.transition import (
+    actor_way,
     interval_generation,
     own_generation,
     received_bytes,
@@ -194,3 +200,21 @@ def test_names_are_those_of_the_request() -> None:
     (tensor,) = plan_reshard([request]).tensors
     assert (tensor.name, tensor.shape, tensor.wire_dtype) == ("a.weight", (2, 3), "bf16")
     assert plan_reshard([request]).bytes_copied() == {0: 12}
+
+
+def test_the_way_of_a_run() -> None:
+    """Slices only for a generator that takes them; aligned only where that saves something and divides evenly."""
+    actor = Placement(device="cpu", ranks=(0, 1, 2, 3))
+
+    def way_of(shape: ModelShape, *, tp: int, **own: bool) -> tuple[int, bool]:
+        profile = Profile.model_validate({"model": {"path": "m", "actor": own}, "data": {"train_files": "d"}})
+        with patch("rlspeed.planning.transition.generator_placement", lambda *_: replace(actor, tp=tp)):
+            way = actor_way(profile, actor, shape)
+        return way.generation.tp, way.aligned
+
+    uneven = replace(LLAMA_SMALL, intermediate=98)  # 98 columns of down_proj over four ranks
+    assert way_of(LLAMA_SMALL, tp=1) == (1, False)
+    assert way_of(LLAMA_SMALL, tp=4) == (4, True)
+    assert way_of(uneven, tp=2) == (2, False)
+    assert way_of(LLAMA_SMALL, tp=4, use_vllm_for_generation=True) == (1, False)
+    assert way_of(LLAMA_SMALL, tp=4, use_3d_hybrid_engine=False) == (1, False)

@@ -18,12 +18,15 @@ from rlspeed.models.weights import weight_specs
 from rlspeed.planning.devices import Role, build_device_map
 from rlspeed.planning.machine import Machine
 from rlspeed.planning.report import inspect_profile
+from rlspeed.planning.shape import ModelShape
+from rlspeed.planning.transition import actor_way
 from rlspeed.training.carriers import Carrier, Copied, Moved, Shared
 from rlspeed.training.handover import Handover, transition_plan
 from rlspeed.training.optim import MasterAdamW
 from rlspeed.training.roles import Actor
 
 CPU = torch.device("cpu")
+CLASSIC = "model.actor.use_3d_hybrid_engine=false"
 
 
 class Recorder:
@@ -74,18 +77,29 @@ def learn(actor: Actor) -> None:
     actor.update([batch], lambda b: -actor.forward(b, with_entropy=False)[0].mean(), global_tokens=5)
 
 
-@pytest.mark.parametrize("words", [(), ("devices.actor.tensor_parallel_size=2",)])
+VLLM = ("devices.actor.use_vllm=true", "devices.actor.vllm_config.tensor_parallel_size=2")
+
+
+@pytest.mark.parametrize("words", [(), ("devices.actor.tensor_parallel_size=2",), VLLM, (CLASSIC,)])
 def test_check_devices_prints_the_plan_that_train_binds(words: tuple[str, ...]) -> None:
-    """The same moves of the same bytes, from the config alone and from the live model."""
+    """The same moves of the same bytes, from the config alone and from the live model.
+
+    Whole weights on every rank in each of these, vLLM at tensor parallel 2 included: it is given whole tensors.
+    """
     profile = load_profile("quickstart", words).profile
     machine = Machine(devices=(), host_free_bytes=None, shm_bytes=None)
     printed = inspect_profile(profile, machine, world_size=4).plan
     lm = load_causal_lm("quickstart", dtype=torch.float32, attention="packed")
     specs = weight_specs(PolicyModel(lm, backend="sdpa", padded=False), lm.config)
     place = build_device_map(profile.devices, world_size=4, use_cpu=True).roles[Role.ACTOR]
-    assert printed == transition_plan(specs, place, "fp32", None)
+    way = actor_way(profile, place, ModelShape.from_config(lm.config.to_dict()))
+    assert printed == transition_plan(specs, way, "fp32", None)
     assert printed is not None
-    assert printed.num_bytes > 0
+    assert set(printed.bytes_received()) == set(range(4))
+    size = 4 * sum(p.numel() for p in lm.parameters())
+    held = size // 4 if words in ((), VLLM, (CLASSIC,)) else None
+    if held is not None:
+        assert printed.num_bytes == pytest.approx(4 * (size - held), rel=1e-3)
 
 
 def test_on_one_rank_nothing_moves(actor: Actor) -> None:
