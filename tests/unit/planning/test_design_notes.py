@@ -1,95 +1,72 @@
-"""The figures in docs/design/resharding.md are what the planner says."""
+"""The figures in docs/design/resharding.md are what docs/resharding_figures.py computes, and right where known."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
+import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from rlspeed.planning.layout import Mesh
-from rlspeed.planning.reshard import TensorRequest, plan_reshard
-from rlspeed.planning.shape import ModelShape, WeightShape
-from rlspeed.planning.transition import (
-    GenerationMesh,
-    generation_layout,
-    interval_generation,
-    own_generation,
-    received_bytes,
-    training_layout,
-)
+from rlspeed.planning.transition import interval_generation, received_bytes
 
-NOTE = Path(__file__).parents[3] / "docs" / "design" / "resharding.md"
-SHAPE = ModelShape(
-    family="qwen2",
-    hidden=3584,
-    layers=28,
-    heads=28,
-    kv_heads=4,
-    head_dim=128,
-    intermediate=18944,
-    vocab=152064,
-    qkv_bias=True,
-)
+ROOT = Path(__file__).parents[3]
 
 
-def rows(heading: str) -> list[list[str]]:
-    """Cells of the table whose first column is `heading`."""
-    text = NOTE.read_text().partition(f"| {heading} |")[2].partition("\n\n")[0]
-    lines = [line for line in text.splitlines() if line.startswith("|") and "---" not in line]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    """docs/resharding_figures.py as a module."""
+    spec = importlib.util.spec_from_file_location("resharding_figures", ROOT / "docs" / "resharding_figures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
-def planned(train: Mesh, generation: GenerationMesh) -> tuple[float, float]:
-    """GB received by the busiest rank, and those from other nodes, in plans of each kind of weight."""
-    received: Counter[int] = Counter()
-    crossed: Counter[int] = Counter()
-    for (shape, dim, heads), count in Counter((w.shape, w.tp_dim, w.heads) for w in SHAPE.weights()).items():
-        weight = WeightShape(name="w", shape=shape, tp_dim=dim, heads=heads)
-        src, dst = training_layout(weight, train, aligned=True), generation_layout(weight, generation)
-        request = TensorRequest(name="w", shape=shape, wire_dtype="bf16", src=src, dst=dst)
-        for (a, b), size in plan_reshard([request], ranks_per_node=8).bytes_by_pair().items():
-            received[b] += count * size
-            crossed[b] += count * size * (a // 8 != b // 8)
-    return max(received.values()) / 1e9, max(crossed.values()) / 1e9
+@pytest.mark.parametrize("name", ["one node", "four ranks", "llama in nodes"])
+def test_tables_of_the_note(figures: ModuleType, name: str) -> None:
+    assert figures.stated(name) == figures.as_table(figures.TABLES[name]())
 
 
-def test_several_nodes() -> None:
-    """All rows but the two that take the planner half a minute (1,024 ranks cut over 1,024), which are counted."""
-    found = rows("devices")
-    assert len(found) == 9
-    for devices, cut, groups, gb, other in found:
-        ranks, shards = int(devices), int(cut.split(",")[0])
-        train = Mesh.of(range(ranks), dp_replicate=ranks // shards, dp_shard=shards, tp=1)
-        make = interval_generation(train, 4) if groups == "intervals" else own_generation(tuple(range(ranks)), 4)
-        if shards > 64:
-            assert max(received_bytes(SHAPE, train, make, aligned=True).values()) / 1e9 == pytest.approx(
-                float(gb), abs=0.005
-            )
-        else:
-            assert planned(train, make) == pytest.approx((float(gb), float(other)), abs=0.005)
+def test_several_nodes(figures: ModuleType) -> None:
+    """All rows but the two that take the planner 9 s each: cut over 1,024 ranks."""
+    lines = figures.stated("several nodes").splitlines()
+    wanted = figures.as_table(figures.several_nodes(most=64)).splitlines()
+    left_out = [line for line in lines if line.startswith("| 1,024 | 1024 | aligned")]
+    assert len(left_out) == 2
+    assert [line for line in lines if line not in left_out] == wanted
 
 
-def test_one_node() -> None:
-    found = rows("generation tp")
-    assert len(found) == 3
-    train = Mesh.of(range(8), dp_shard=8, tp=1)
-    for tp, *cells in found:
-        at, own = interval_generation(train, int(tp)), own_generation(tuple(range(8)), int(tp))
-        ways = ((at, True), (at, False), (own, True))
-        values = [max(received_bytes(SHAPE, train, g, aligned=a).values()) / 1e9 for g, a in ways]
-        values.append(4 * SHAPE.num_params * 7 / 8 / 1e9)
-        assert [float(c) for c in cells] == pytest.approx(values, abs=0.006)
+@pytest.mark.slow
+def test_cut_over_a_thousand_ranks(figures: ModuleType) -> None:
+    assert figures.stated("several nodes") == figures.as_table(figures.several_nodes())
 
 
-def test_the_figures_in_the_text() -> None:
-    text = re.sub(r"\s+", " ", NOTE.read_text())
-    four = Mesh.of(range(4), dp_shard=4, tp=1)
-    two = Mesh.of(range(4), dp_shard=2, tp=2)
-    for train, words in ((four, "FSDP2(4) to TP(4) receives 0 bytes aligned and 0.85 GB"), (two, "0 and 0.57 GB")):
-        aligned = received_bytes(SHAPE, train, interval_generation(train, 4), aligned=True)
-        default = received_bytes(SHAPE, train, interval_generation(train, 4), aligned=False)
-        assert set(aligned.values()) == {0}
-        assert f"{max(default.values()) / 1e9:.2f} GB" in words
-        assert words in text
+def test_plans_have_the_formulae_s_bytes(figures: ModuleType) -> None:
+    """Aligned at intervals M / tg (1 - tg / N), but for whole norms; all of a rank's slice between neighbours of 64."""
+    size = 2 * figures.QWEN.num_params / 1e9
+    for ranks in (8, 64):
+        got = figures.cost(figures.Case(shape=figures.QWEN, tp=4, ranks=ranks, cut=ranks, how="intervals"))
+        assert got.received == pytest.approx(size / 4 * (1 - 4 / ranks), rel=1e-3)
+    apart = figures.cost(figures.Case(shape=figures.QWEN, tp=4, ranks=64, cut=64, how="neighbours"))
+    assert apart.crossed == pytest.approx(size / 4, rel=0.01)
+    assert apart.milliseconds == pytest.approx(1e3 * apart.crossed / 50, rel=0.01)
+
+
+def test_the_counted_bytes_are_the_plans(figures: ModuleType) -> None:
+    """`received_bytes`, which makes no plan, beside the plans of the script."""
+    case = figures.Case(shape=figures.QWEN, tp=4, ranks=64, cut=64, how="intervals")
+    train, _ = case.meshes()
+    counted = received_bytes(figures.QWEN, train, interval_generation(train, 4), aligned=True)
+    assert max(counted.values()) / 1e9 == pytest.approx(figures.cost(case).received, rel=1e-9)
+
+
+def test_the_picture_is_drawn(figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cost that takes no planner; the real one is in docs/images."""
+    monkeypatch.setattr(figures, "cost", lambda case: figures.Cost(received=1.0, crossed=0.0, milliseconds=2.0))
+    figures.draw(tmp_path / "resharding.png")
+    assert (tmp_path / "resharding.png").read_bytes().startswith(b"\x89PNG")
+    assert (ROOT / "docs" / "images" / "resharding.png").is_file()
