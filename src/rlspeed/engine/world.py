@@ -186,6 +186,28 @@ def meet(store: dist.Store, rank: int, size: int, uuid: str, seconds: float) -> 
         raise DeviceError(faults)
 
 
+def part_world(world: World, ranks: Sequence[int]) -> World | None:
+    """The given ranks of the run as a World: rank is the place among them in ascending order. None on all others.
+
+    Makes a process group: every rank of the run calls it in the same order. All ranks are `world` itself; one rank has
+    no group.
+    """
+    chosen = sorted(set(ranks))
+    if chosen == list(range(world.size)):
+        return world
+    group = dist.new_group(chosen) if len(chosen) > 1 else None
+    if world.rank not in chosen:
+        return None
+    return World(
+        rank=chosen.index(world.rank),
+        size=len(chosen),
+        local_rank=world.local_rank,
+        device=world.device,
+        mesh=None,
+        group=group,
+    )
+
+
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """torch's DeviceMesh of a role's ranks, `Placement.mesh()`: axes (dp_replicate, dp_shard, sp, tp).
 
