@@ -16,7 +16,7 @@ from rlspeed.training import ppo_step
 from rlspeed.training.batches import Answer, build_batches, plan_minibatches
 from rlspeed.training.clock import Clock
 from rlspeed.training.credit import assign_advantages
-from rlspeed.training.grid import make_grid
+from rlspeed.training.grid import Site, make_grid
 from rlspeed.training.metrics import StepMetrics
 from rlspeed.training.roles import Roles, build_roles
 
@@ -31,20 +31,23 @@ class WholeUpdate:
         self.world = World(rank=0, size=1, local_rank=0, device=torch.device(device), mesh=None)
         precision = resolve(loaded.profile.model.model_dtype, self.world.device)
         grid = make_grid(loaded.profile, self.world)
+        home = grid.home
         self.roles: Roles = build_roles(loaded.profile, precision, self.world, grid, 100, 1)
         cfg = loaded.profile.algorithm
         vocabulary = self.roles.causal_lm.config.vocab_size
         self.table, rollouts = make_answers(groups, 2, longest, vocabulary)
         self.plans = plan_minibatches(
             self.table,
-            shares=grid.shares,
+            shares=home.shares,
             groups_per_minibatch=cfg.mini_batch_size,
             balance=True,
             capacity=loaded.profile.packing.capacity or 4096,
             micro_batch_size=4,
             seed=0,
         )
-        self.per_minibatch = build_batches(self.world, self.table, rollouts, self.plans, grid.shares)
+        (laid,) = build_batches(self.world, self.table, rollouts, [(home, self.plans)])
+        self.per_minibatch = laid.per_minibatch
+        self.bins = dict.fromkeys(grid.sites, laid)
         self.parts: Any = SimpleNamespace(
             profile=loaded.profile, world=self.world, grid=grid, roles=self.roles, clock=Clock(self.world.device)
         )
@@ -53,16 +56,21 @@ class WholeUpdate:
     def score(self) -> None:
         """Passes without gradient, and the advantages."""
         batches = [b for part in self.per_minibatch for b in part]
-        ppo_step._score(self.parts, batches, self.plans)
+        ppo_step._score(self.parts, self.bins)
         assign_advantages(batches, self.table, self.parts.profile.algorithm, 0.01, self.world)
 
     def update(self) -> None:
         """All optimizer steps of all roles."""
-        ppo_step._update(self.parts, 1, self.table, self.plans, self.per_minibatch, 0.01, self.metrics)
+        ppo_step._update(self.parts, 1, self.table, self.bins, 0.01, self.metrics)
 
     def numbers(self) -> dict[str, float]:
         """The metrics so far."""
         return self.metrics.reduce(self.world.gather_objects)
+
+
+def site_of(world: World) -> Site:
+    """The site of all models in a world of one."""
+    return Site(shares=((0,),), share=0, members=world, data=world, sp=1, rank=0)
 
 
 def make_answers(groups: int, each: int, longest: int, vocabulary: int) -> tuple[list[Answer], dict[int, Rollout]]:

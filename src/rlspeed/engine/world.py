@@ -64,10 +64,14 @@ class World:
 
     def broadcast_object(self, value: T) -> T:
         """Rank 0's `value` on every rank."""
+        return self.told_by(0, value)
+
+    def told_by(self, rank: int, value: T) -> T:
+        """`value` of `rank`, a place in this World, on every rank."""
         if self.size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        dist.broadcast_object_list(box, group=self.group, group_src=rank)
         return box[0]
 
     def sum(self, values: Sequence[float]) -> list[float]:

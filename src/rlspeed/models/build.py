@@ -248,5 +248,7 @@ def save_hf(causal_lm: Any, state: dict[str, torch.Tensor], tokenizer: Any, fold
     if causal_lm.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     causal_lm.config.dtype = dtype
+    # the rank that is here writes: transformers 5 would on rank 0 of the run alone, whatever is_main_process says
+    causal_lm.should_save_on_this_rank = lambda is_main_process: is_main_process
     causal_lm.save_pretrained(folder, state_dict=tensors)
     tokenizer.save_pretrained(folder)

@@ -31,3 +31,21 @@ class Generator(Protocol):
     def close(self) -> None:
         """Free device memory and stop helper processes."""
         ...
+
+
+class IdleGenerator:
+    """The generator of a rank that the actor does not work on: it is asked for nothing and keeps the version."""
+
+    version = 0
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Rollout]:
+        """Nothing, to no prompt."""
+        assert not prompts, "prompts on a rank outside of the actor"
+        return []
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]] | None, version: int) -> None:
+        """Count."""
+        self.version = version
+
+    def close(self) -> None:
+        """There is nothing to free."""

@@ -1,9 +1,9 @@
-"""From the answers of a step to packed bins on the ranks that train them: one table, one plan, one exchange."""
+"""From the answers of a step to packed bins on the ranks that train them: one table, a plan per site, one exchange."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from rlspeed.planning.balance import deal
 from rlspeed.planning.packing import pack
 from rlspeed.planning.prefixes import deal_and_share, share_bins
 from rlspeed.rollout.types import Rollout
+from rlspeed.training.grid import Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,25 @@ class MiniBatch:
     bins: tuple[tuple[tuple[int, ...], ...], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Laid:
+    """A step's answers as one site works on them.
+
+    share_of: for each sequence number, the share of the data. per_minibatch: this rank's bins, none outside of the
+    site.
+    """
+
+    site: Site
+    plans: Sequence[MiniBatch]
+    share_of: Mapping[int, int]
+    per_minibatch: Sequence[Sequence[PackedBatch]]
+
+    @property
+    def batches(self) -> list[PackedBatch]:
+        """This rank's bins of all mini-batches."""
+        return [b for part in self.per_minibatch for b in part]
+
+
 def gather_table(world: World, mine: Sequence[Answer]) -> list[Answer]:
     """All ranks' answers in one order that does not depend on the number of ranks."""
     rows = [a for part in world.gather_objects(list(mine)) for a in part]
@@ -78,7 +98,8 @@ def plan_minibatches(
     """Cut the step into optimizer steps, deal each one's sequences to the shares and fill bins.
 
     shares: ranks of each share of the data (`Grid.shares`). groups_per_minibatch: prompts per optimizer step, None for
-    all. balance: deal by cost; otherwise a sequence stays in the share of the rank that holds it. capacity: tokens per
+    all. balance: deal by cost; otherwise a sequence stays in the share of the rank that holds it, unless it is held by
+    ranks outside of the shares. capacity: tokens per
     bin; None means padded training with `micro_batch_size` sequences per micro-batch. seed: order of the prompts when
     there are several mini-batches. shared: answers of one prompt are kept together and hold it once per bin.
     """
@@ -91,7 +112,8 @@ def plan_minibatches(
     for start in range(0, len(groups), size):
         chosen = set(groups[start : start + size])
         numbers = tuple(i for i, a in enumerate(table) if a.group in chosen)
-        homes = None if balance else [share_of[table[i].holder] for i in numbers]
+        deals = balance or any(a.holder not in share_of for a in table)
+        homes = None if deals else [share_of[table[i].holder] for i in numbers]
         if shared and capacity is not None:
             bins = _shared_bins(table, numbers, homes, len(shares), capacity)
         else:
@@ -160,32 +182,38 @@ def build_batches(
     world: World,
     table: Sequence[Answer],
     rollouts: dict[int, Rollout],
-    plans: Sequence[MiniBatch],
-    shares: Sequence[Sequence[int]],
+    planned: Sequence[tuple[Site, Sequence[MiniBatch]]],
     *,
     multiple: int = 1,
     shared: bool = False,
-) -> list[list[PackedBatch]]:
-    """Exchange the sequences and lay this rank's bins out, per mini-batch; stream `rollout_logprobs` comes along.
+) -> list[Laid]:
+    """Exchange the sequences once for all sites and lay this rank's bins out; stream `rollout_logprobs` comes along.
 
-    rollouts: this rank's answers by sequence number. shares: ranks of each share; all of them get the share's bins.
-    multiple: rows are filled up to a multiple of it. A spare bin (none of its own sequences) is masked tokens.
-    shared: neighbours of one group share their prompt (then multiple is 1).
+    rollouts: this rank's answers by sequence number. planned: each site with its mini-batches; all ranks of a share get
+    its bins. multiple: rows are filled up to a multiple of it. A spare bin (none of its own sequences) is masked
+    tokens. shared: neighbours of one group share their prompt (then multiple is 1).
     """
-    targets = {n: r for plan in plans for n, r in plan.targets.items()}
-    rows = {n: (r.prompt_ids + r.response_ids, r.logprobs) for n, r in rollouts.items()}
+    shares = [{n: share for plan in plans for n, share in plan.targets.items()} for _, plans in planned]
     held = exchange_rows(
         world,
-        rows,
+        {n: (r.prompt_ids + r.response_ids, r.logprobs) for n, r in rollouts.items()},
         [(a.tokens, a.response_tokens) for a in table],
         [a.holder for a in table],
-        [shares[targets[n]] for n in range(len(table))],
+        [
+            sorted({rank for (site, _), own in zip(planned, shares) for rank in site.shares[own[n]]})
+            for n in range(len(table))
+        ],
     )
-    share = next(i for i, ranks in enumerate(shares) if world.rank in ranks)
-    return [
-        [_packed(table, held, numbers, multiple, shared).to(world.device) for numbers in plan.bins[share]]
-        for plan in plans
-    ]
+    out = []
+    for (site, plans), own in zip(planned, shares):
+        parts: list[list[PackedBatch]] = [[] for _ in plans]
+        if site.share is not None:
+            parts = [
+                [_packed(table, held, numbers, multiple, shared).to(world.device) for numbers in plan.bins[site.share]]
+                for plan in plans
+            ]
+        out.append(Laid(site=site, plans=plans, share_of=own, per_minibatch=parts))
+    return out
 
 
 def _packed(

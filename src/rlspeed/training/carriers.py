@@ -1,10 +1,11 @@
-"""Three ways of the actor's weights to a generator that wants them whole on every rank.
+"""The ways of the actor's weights to a generator that wants them whole on every rank.
 
 | way | when | what moves |
 | --- | --- | --- |
 | Shared | hybrid engine, one rank | nothing: the generator reads the live parameters |
 | Resharded | hybrid engine, several ranks | what each rank lacks, by plan, in the wire dtype |
 | Copied | no hybrid engine | full tensors are gathered and copied into a second model |
+| Nowhere | a rank outside of the actor | nothing |
 """
 
 from __future__ import annotations
@@ -89,11 +90,28 @@ class Shared:
         """There is nothing that only generation needs."""
 
 
+class Nowhere:
+    """A rank that the actor does not work on."""
+
+    shares = stays = True
+
+    def tensors(self) -> Tensors:
+        """None."""
+        return {}
+
+    def bring(self, version: int) -> Moved:
+        """Nothing moves."""
+        return Moved(seconds=0.0)
+
+    def drop(self) -> None:
+        """There is nothing."""
+
+
 class Resharded:
     """Several ranks: by `plan` from the training layout into tensors that live while generation does.
 
     stays: the generator's weights stay in memory beside the training; then a failed transfer leaves the old ones in
-    force. bucket_bytes, verify: see `Resharder`.
+    force. members: the actor's ranks; rank: this one in the run. bucket_bytes, verify: see `Resharder`.
     """
 
     shares = False
@@ -102,24 +120,25 @@ class Resharded:
         self,
         model: nn.Module,
         plan: ReshardPlan,
-        world: World,
+        members: World,
         *,
+        rank: int,
         stays: bool,
         bucket_bytes: int,
         verify: Verify,
     ) -> None:
-        shapes = {t.name: t.dst.region(t.shape, world.rank).shape for t in plan.tensors}
+        shapes = {t.name: t.dst.region(t.shape, rank).shape for t in plan.tensors}
         (wire,) = {t.wire_dtype for t in plan.tensors}
         # what the generator fuses lies together, so that it is one matrix without a copy
-        self.room = Room({n: shapes[n] for n in fused_order(shapes)}, WIRE_DTYPES[wire], world.device)
+        self.room = Room({n: shapes[n] for n in fused_order(shapes)}, WIRE_DTYPES[wire], members.device)
         self.stays = stays
         self.mover = Resharder(
             plan,
-            rank=world.rank,
+            rank=rank,
             sources=weights_of(model),
             targets=self.room.tensors,
-            group=world.members,
-            device=world.device,
+            group=members.members,
+            device=members.device,
             bucket_bytes=bucket_bytes,
             verify=verify,
             keep_old=stays,

@@ -43,12 +43,26 @@ class Progress:
     total_tokens: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleState:
+    """A role whose state is saved, and the ranks that have it; both None on other ranks, which pass it over."""
+
+    members: World | None
+    role: Trainable | None
+
+
+def optimizer_steps(world: World, roles: Mapping[str, RoleState]) -> dict[str, int]:
+    """Steps of each role's optimizer, on every rank: the rank that writes may lack a role. Every rank calls it."""
+    own = {name: state.role.optimizer.steps_done for name, state in roles.items() if state.role is not None}
+    return {name: steps for part in reversed(world.gather_objects(own)) for name, steps in part.items()}
+
+
 def step_folder(run_dir: Path, step: int) -> Path:
     """Folder of the checkpoint after `step` steps."""
     return run_dir / FOLDER / f"step_{step:08d}"
 
 
-def save(run_dir: Path, world: World, roles: Mapping[str, Trainable], progress: Progress, *, keep: int) -> Path:
+def save(run_dir: Path, world: World, roles: Mapping[str, RoleState], progress: Progress, *, keep: int) -> Path:
     """Write the state after `progress.step` steps, then drop all but the last `keep` checkpoints.
 
     All ranks call it. Files go to a hidden folder that is renamed when every rank has finished and the manifest (sizes
@@ -93,11 +107,13 @@ def save(run_dir: Path, world: World, roles: Mapping[str, Trainable], progress: 
     return final
 
 
-def _write(writing: Path, world: World, roles: Mapping[str, Trainable], progress: Progress) -> None:
+def _write(writing: Path, world: World, roles: Mapping[str, RoleState], progress: Progress) -> None:
     """This rank's files."""
     writing.mkdir(parents=True, exist_ok=True)
-    for name, role in roles.items():
-        dcp.save(_tensors(role), checkpoint_id=writing / name, no_dist=world.size == 1)
+    for name, state in roles.items():
+        if state.role is not None and state.members is not None:
+            group, alone = state.members.members, state.members.size == 1
+            dcp.save(_tensors(state.role), checkpoint_id=writing / name, process_group=group, no_dist=alone)
     (writing / f"rng_{world.rank}.json").write_text(json.dumps(_rng_state()))
     if world.is_main:
         body = {field: getattr(progress, field) for field in Progress.__dataclass_fields__}
@@ -149,7 +165,7 @@ def _incomplete(folder: Path) -> str | None:
     return None
 
 
-def load(folder: Path, world: World, roles: Mapping[str, Trainable]) -> Progress:
+def load(folder: Path, world: World, roles: Mapping[str, RoleState]) -> Progress:
     """Read a complete checkpoint into the live models and optimizers, in place.
 
     Raises:
@@ -166,11 +182,15 @@ def load(folder: Path, world: World, roles: Mapping[str, Trainable]) -> Progress
                 fix="resume with the algorithm that the run was started with",
             )
         )
-    for name, role in roles.items():
+    for name, own in roles.items():
+        role, members = own.role, own.members
+        if role is None or members is None:
+            continue
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(_tensors(role), checkpoint_id=folder / name, no_dist=world.size == 1)
+                group, alone = members.members, members.size == 1
+                dcp.load(_tensors(role), checkpoint_id=folder / name, process_group=group, no_dist=alone)
         except (Exception, CheckpointException) as error:
             raise RunError(
                 Fault(

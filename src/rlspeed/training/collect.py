@@ -33,12 +33,17 @@ class Collected:
 
 
 class Collector:
-    """Generates and scores; owns nothing but references to the parts that do it."""
+    """Generates and scores; owns nothing but references to the parts that do it.
+
+    rank: this one in the run. makers: the ranks that generate, the actor's; None on all others, which are given no
+    prompt and hold no answer.
+    """
 
     def __init__(
         self,
         profile: Profile,
-        world: World,
+        rank: int,
+        makers: World | None,
         tokenizer: Any,
         generator: Generator,
         pool: RewardPool,
@@ -47,7 +52,8 @@ class Collector:
         stop: StopFlag,
     ) -> None:
         self.profile = profile
-        self.world = world
+        self.rank = rank
+        self.makers = makers
         self.tokenizer = tokenizer
         self.generator = generator
         self.pool = pool
@@ -84,7 +90,7 @@ class Collector:
             StopRequested: some rank was asked to stop meanwhile.
         """
         requests = []
-        for group in range(self.world.rank, len(rows), self.world.size):
+        for group in self._mine(len(rows)):
             for sample_id in range(n):
                 seed = seed_of(self.profile.run.seed, stream, rows[group], sample_id)
                 tokens = tuple(table[rows[group]].token_ids)
@@ -102,14 +108,18 @@ class Collector:
         answers = {(r.prompt_id, r.sample_id): r for r in rollouts}
         return Collected(rollouts=answers, rows={group: rows[group] for group, _ in answers})
 
+    def _mine(self, prompts: int) -> range:
+        """Places of this rank's share of the step's prompts."""
+        return range(self.makers.rank, prompts, self.makers.size) if self.makers is not None else range(0)
+
     def _answers(
         self, requests: Sequence[Prompt], sampling: SamplingParams, prompts: int, enough: int | None
     ) -> list[Rollout]:
         """Of all requests, or of the first prompts that are complete."""
-        if enough is None or enough >= prompts:
+        if enough is None or enough >= prompts or self.makers is None:
             # a rank without prompts still takes part: an engine may span ranks
             return self.generator.generate(requests, sampling)
-        mine = len(range(self.world.rank, enough, self.world.size))
+        mine = len(self._mine(enough))
         assert isinstance(self.generator, BuiltinGenerator), "the configuration allows no other"
         return self.generator.generate_enough(requests, sampling, groups=mine)
 
@@ -182,7 +192,7 @@ class Collector:
             group=place[0],
             row=collected.rows[place[0]],
             sample_id=place[1],
-            holder=self.world.rank,
+            holder=self.rank,
             prompt_tokens=len(rollout.prompt_ids),
             response_tokens=len(rollout.response_ids),
             score=total,

@@ -33,7 +33,7 @@ from rlspeed.planning.shape import ModelShape
 from rlspeed.planning.transition import Way, actor_way
 from rlspeed.rollout.generator import Generator
 from rlspeed.rollout.vllm import VllmGenerator
-from rlspeed.training.carriers import Carrier, Copied, Moved, Resharded, Shared
+from rlspeed.training.carriers import Carrier, Copied, Moved, Nowhere, Resharded, Shared
 from rlspeed.training.grid import Grid
 from rlspeed.training.roles import Roles
 
@@ -175,15 +175,17 @@ def make_handover(profile: Profile, precision: Precision, world: World, grid: Gr
     """
     own = profile.model.actor
     lightweight = own.use_lightweight_sharding_for_generation
-    offloads = lightweight and world.device.type == "cuda"
+    actor = roles.actor_or_none
+    offloads = lightweight and world.device.type == "cuda" and actor is not None
     handover = Handover(
         _carrier(profile, precision, world, grid, roles),
         world.device,
         resting=roles.actor.optimizer.device_state if offloads else tuple,
         automatic=own.enable_auto_repartition_for_training,
     )
-    roles.actor.settled = handover.settle
-    for role in (roles.actor, roles.critic, roles.reference):
+    if actor is not None:
+        actor.settled = handover.settle
+    for role in (actor, roles.critic, roles.reference):
         if role is not None:
             role.entering = handover.entering
     return handover
@@ -196,11 +198,14 @@ def transition_plan(specs: Sequence[WeightSpec], way: Way, wire: str, ranks_per_
 
 
 def _carrier(profile: Profile, precision: Precision, world: World, grid: Grid, roles: Roles) -> Carrier:
+    members = grid.home.members
+    if members is None:
+        return Nowhere()
     own, model = profile.model.actor, roles.actor.model
     vllm = uses_vllm(profile.devices, own.use_vllm_for_generation)
     if not own.use_3d_hybrid_engine:
         return Copied(model, world.device, precision.compute, second=not vllm)
-    if world.size == 1:
+    if members.size == 1:
         return Shared(model)
     config = roles.causal_lm.config
     specs, wire = weight_specs(model, config), WIRE_NAMES[precision.wire]
@@ -208,7 +213,8 @@ def _carrier(profile: Profile, precision: Precision, world: World, grid: Grid, r
     return Resharded(
         model,
         transition_plan(specs, way, wire, grid.ranks_per_node),
-        world,
+        members,
+        rank=world.rank,
         stays=not vllm and not own.use_lightweight_sharding_for_generation,
         bucket_bytes=own.sync_bucket_mb << 20,
         verify=own.verify_sync,

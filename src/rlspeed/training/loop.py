@@ -16,6 +16,7 @@ from rlspeed.config.load import LoadedProfile
 from rlspeed.engine.watchdog import Watchdog
 from rlspeed.engine.world import World, start_world
 from rlspeed.errors import RunError
+from rlspeed.planning.devices import Role
 from rlspeed.training import checkpoint, rundir
 from rlspeed.training.checks import check_gap
 from rlspeed.training.clock import Clock
@@ -26,7 +27,6 @@ from rlspeed.training.metrics import StepMetrics
 from rlspeed.training.plots import write_plots
 from rlspeed.training.ppo_step import StepResult, ppo_step
 from rlspeed.training.profile import StepProfiler
-from rlspeed.training.roles import Trainable
 from rlspeed.training.setup import Setup, build, startup_checks
 from rlspeed.training.stop import StopFlag, StopRequested
 from rlspeed.training.validate import validate
@@ -162,7 +162,7 @@ class Job:
 
     def _write_answers(self, folder: str, rows: list[dict[str, Any]]) -> None:
         count = self.profile.run.log_rollouts
-        if self.world.is_main and count:
+        if self.world.rank == self.setup.parts.grid.home.first and count:
             rundir.write_jsonl(self.dir / folder / f"{self.step}.jsonl", rows[:count])
 
     def _log(self, metrics: StepMetrics) -> dict[str, float]:
@@ -179,9 +179,14 @@ class Job:
         with self.clock.phase(name), self.display.phase(name):
             yield
 
-    def _roles(self) -> Mapping[str, Trainable]:
-        roles = self.setup.parts.roles
-        return {"actor": roles.actor} | ({"critic": roles.critic} if roles.critic is not None else {})
+    def _roles(self) -> Mapping[str, checkpoint.RoleState]:
+        grid, roles = self.setup.parts.grid, self.setup.parts.roles
+        own = {Role.ACTOR: roles.actor_or_none, Role.CRITIC: roles.critic}
+        return {
+            str(role): checkpoint.RoleState(members=grid.sites[role].members, role=held)
+            for role, held in own.items()
+            if role in grid.sites
+        }
 
     def _save(self) -> Path:
         with self._phase("save_checkpoint"):
@@ -190,7 +195,7 @@ class Job:
             progress = checkpoint.Progress(
                 step=self.step,
                 kl_coef=self.kl.coef,
-                optimizer_steps={n: r.optimizer.steps_done for n, r in self._roles().items()},
+                optimizer_steps=checkpoint.optimizer_steps(self.world, self._roles()),
                 policy_version=self.setup.parts.handover.version,
                 total_tokens=self.total_tokens,
             )
@@ -232,7 +237,14 @@ class Job:
         if self.profile.run.save_hf:
             with self._phase("export"):
                 parts = self.setup.parts
-                target = export_hf(parts.roles, self.setup.tokenizer, self.dir / "hf", self.world, self.setup.precision)
+                target = export_hf(
+                    parts.roles,
+                    self.setup.tokenizer,
+                    self.dir / "hf",
+                    self.world,
+                    parts.grid.home,
+                    self.setup.precision,
+                )
             self.display.note(f"model: {target}")
         if self.profile.run.plots and self.world.is_main:
             for picture in write_plots(self.dir):

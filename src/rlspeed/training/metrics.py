@@ -122,7 +122,8 @@ class StepMetrics:
         out.update(performance(out, ranks=len(ranks)))
         if out.get("transition/weights_s", 0.0) > 0:
             moved = out["transition/bytes_received"] + out["transition/bytes_copied"]
-            out["transition/gb_per_s"] = moved / len(ranks) / out["transition/weights_s"] / 1e9
+            movers = sum("transition/bytes_received" in totals for totals, _ in ranks)
+            out["transition/gb_per_s"] = moved / movers / out["transition/weights_s"] / 1e9
         return dict(sorted(out.items()))
 
     def _totals(self) -> dict[str, _Total]:

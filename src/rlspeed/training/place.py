@@ -40,18 +40,23 @@ class Placing:
         """Implementation that the layers call."""
         return "packed" if self.profile.model.use_remove_padding else "sdpa"
 
-    def model(self, role: Role, path: str, wrap: Callable[[Any], M], *, train: bool) -> M:
-        """The model at `path` as `role` has it; every rank calls it.
+    def model(self, role: Role, path: str, wrap: Callable[[Any], M], *, train: bool) -> M | None:
+        """The model at `path` as `role` has it, None on ranks outside of the role; every rank of the run calls it.
 
         wrap: of a causal language model to the module that trains.
 
         Raises:
             RlspeedError: no model there, or degrees that it does not allow; on every rank.
         """
-        if self.grid.meshes:
+        if role in self.grid.meshes:
             module = self._spread(role, path, wrap, train=train)
+            if module is None:
+                return None
         else:
-            module = wrap(self._load(path)).to(self.world.device)
+            whole = self._read_on(self.grid.places[role].ranks[0], path)
+            if whole is None:
+                return None
+            module = wrap(whole).to(self.world.device)
             if train and self.profile.model.activation_checkpointing:
                 checkpoint_blocks(rules_for(module).blocks, keep=self.kept_blocks)
             if train and self.profile.model.compile:
@@ -67,13 +72,17 @@ class Placing:
             trust_remote_code=self.profile.model.trust_remote_code,
         )
 
-    def _spread(self, role: Role, path: str, wrap: Callable[[Any], M], *, train: bool) -> M:
-        """Spread on the meta device everywhere; one rank reads the files and sends each rank its part."""
+    def _spread(self, role: Role, path: str, wrap: Callable[[Any], M], *, train: bool) -> M | None:
+        """Spread on the meta device on all ranks of the role; one rank reads the files and sends each rank its part."""
         own, place, mesh = self.profile.model, self.grid.places[role], self.grid.meshes[role]
+        members = self.grid.sites[role].members
         whole = self._read_on(place.ranks[0], path)
+        ends = self._told_by(place.ranks[0], None if whole is None else whole.generation_config)
+        if members is None:
+            return None
         config = load_model_config(path, trust_remote_code=own.trust_remote_code)
         lm = meta_causal_lm(config, dtype=self.precision.compute, attention=self.attention)
-        lm.generation_config = self._told_by(place.ranks[0], None if whole is None else whole.generation_config)
+        lm.generation_config = ends
         with torch.device("meta"):
             module = wrap(lm)
         section = getattr(self.profile.devices, role)
@@ -95,7 +104,7 @@ class Placing:
             None if whole is None else wrap(whole),
             mesh=training_mesh(place),
             rank=self.world.rank,
-            group=self.world.members,
+            group=members.members,
             device=self.world.device,
             aligned=aligned,
             bucket_bytes=own.actor.sync_bucket_mb << 20,
@@ -124,8 +133,8 @@ class Placing:
         return whole
 
     def _told_by(self, rank: int, value: Any) -> Any:
-        """`value` of `rank` on every rank."""
-        return self.world.gather_objects(value)[rank]
+        """`value` of `rank` on every rank of the run."""
+        return self.world.told_by(rank, value)
 
 
 def _compiled(module: PolicyModel | ValueModel) -> list[nn.Module]:

@@ -4,7 +4,7 @@ updates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,14 @@ from rlspeed.config.schema import Profile
 from rlspeed.data.prompts import PromptTable
 from rlspeed.engine.packed import PackedBatch
 from rlspeed.engine.world import World
-from rlspeed.training.batches import Answer, MiniBatch, build_batches, gather_table, plan_minibatches
+from rlspeed.planning.devices import Role
+from rlspeed.training.batches import Answer, Laid, build_batches, gather_table, plan_minibatches
 from rlspeed.training.clock import Clock
 from rlspeed.training.collect import Collected, Collector
 from rlspeed.training.credit import assign_advantages, leave_out
 from rlspeed.training.grid import Grid
 from rlspeed.training.handover import Handover
+from rlspeed.training.meet import Journey, bring
 from rlspeed.training.metrics import StepMetrics
 from rlspeed.training.roles import Roles, Updated, actor_waits
 from rlspeed.training.seeds import seed_of
@@ -94,45 +96,83 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
     table = leave_out(table, filter_groups=cfg.algorithm.filter_groups)
     record_answers(metrics, table, world)
     record_parts(metrics, collected.scores.values())
-    plans = plan_minibatches(
-        table,
-        shares=grid.shares,
-        groups_per_minibatch=cfg.algorithm.mini_batch_size,
-        balance=cfg.data.balance_dp_token,
-        capacity=parts.capacity if cfg.model.use_remove_padding else None,
-        micro_batch_size=cfg.packing.micro_batch_size,
-        seed=seed_of(cfg.run.seed, step),
-        shared=cfg.model.shared_prefixes,
-    )
-    shared = metrics if grid.leads else StepMetrics()  # what all ranks of a share see is counted once
+    bins = _lay(parts, step, table, collected)
+    home = bins[Role.ACTOR]
+    shared = metrics if grid.home.leads else StepMetrics()  # what all ranks of a share see is counted once
     padded, prefixes = not cfg.model.use_remove_padding, cfg.model.shared_prefixes
-    record_sizes(shared, table, plans, grid, padded=padded, shared=prefixes)
-    mine = {i: collected.rollouts[(a.group, a.sample_id)] for i, a in enumerate(table) if a.holder == world.rank}
-    per_minibatch = build_batches(world, table, mine, plans, grid.shares, multiple=grid.sp, shared=prefixes)
-    batches = [b for part in per_minibatch for b in part]
-    _score(parts, batches, plans)
+    record_sizes(shared, table, home.plans, grid.home, padded=padded, shared=prefixes)
+    _score(parts, bins)
+    with clock.phase("meet"):
+        bring(world, table, _journeys(bins, cfg.algorithm.kl.where))
     with clock.phase("adv"):
-        mean_kl = _mean_kl(parts, batches)
-        assign_advantages(batches, table, cfg.algorithm, kl_coef, grid.data)
-        record_streams(shared, batches)
+        mean_kl = _mean_kl(parts, home)
+        _credit(parts, bins, table, kl_coef)
+        record_streams(shared, home.batches)
     parts.stop.agree()
-    _update(parts, step, table, plans, per_minibatch, kl_coef, shared)
+    _update(parts, step, table, bins, kl_coef, metrics)
     parts.handover.updated()
-    _record_run(parts, batches, mean_kl, kl_coef, metrics)
+    _record_run(parts, home, mean_kl, kl_coef, metrics)
     return StepResult(mean_kl=mean_kl, collected=collected, table=table)
+
+
+def _lay(parts: Parts, step: int, table: Sequence[Answer], collected: Collected) -> dict[Role, Laid]:
+    """The step's bins as each role has them; roles on one site have the same ones."""
+    cfg, world, grid = parts.profile, parts.world, parts.grid
+    sites = list(dict.fromkeys(grid.sites.values()))
+    planned = [
+        (
+            site,
+            plan_minibatches(
+                table,
+                shares=site.shares,
+                groups_per_minibatch=cfg.algorithm.mini_batch_size,
+                balance=cfg.data.balance_dp_token,
+                capacity=parts.capacity if cfg.model.use_remove_padding else None,
+                micro_batch_size=cfg.packing.micro_batch_size,
+                seed=seed_of(cfg.run.seed, step),
+                shared=cfg.model.shared_prefixes,
+            ),
+        )
+        for site in sites
+    ]
+    mine = {i: collected.rollouts[(a.group, a.sample_id)] for i, a in enumerate(table) if a.holder == world.rank}
+    laid = build_batches(world, table, mine, planned, multiple=grid.multiple, shared=cfg.model.shared_prefixes)
+    found = dict(zip(sites, laid))
+    return {role: found[site] for role, site in grid.sites.items()}
+
+
+def _journeys(bins: Mapping[Role, Laid], kl_where: str) -> list[Journey]:
+    """What the actor needs for its loss and for the credit, and the critic for the credit, from other ranks."""
+    ways = [(Role.CRITIC, Role.ACTOR, "values"), (Role.REFERENCE, Role.ACTOR, "ref_logprobs")]
+    if kl_where == "reward":
+        ways += [(Role.ACTOR, Role.CRITIC, "old_logprobs"), (Role.REFERENCE, Role.CRITIC, "ref_logprobs")]
+    return [
+        Journey(name=name, source=bins[source], target=bins[target])
+        for source, target, name in ways
+        if source in bins and target in bins
+    ]
+
+
+def _credit(parts: Parts, bins: Mapping[Role, Laid], table: Sequence[Answer], kl_coef: float) -> None:
+    """Advantages and returns where they are learned from: at the actor's site and at the critic's."""
+    for laid in dict.fromkeys(bins[role] for role in (Role.ACTOR, Role.CRITIC) if role in bins):
+        if laid.site.data is not None:
+            assign_advantages(laid.batches, table, parts.profile.algorithm, kl_coef, laid.site.data)
 
 
 def generate_ready(parts: Parts, metrics: StepMetrics) -> None:
     """Bring the generator to the trainer's weights, and report it when something had to be done."""
     with parts.clock.phase("update_weights"):
         parts.handover.to_generation()
-    record_transition(metrics, parts.handover.take(), parts.world.device)
+    done = parts.handover.take()
+    if parts.grid.home.here:
+        record_transition(metrics, done, parts.world.device)
 
 
-def _record_run(
-    parts: Parts, batches: Sequence[PackedBatch], mean_kl: float, kl_coef: float, metrics: StepMetrics
-) -> None:
-    """Numbers that are the same on all ranks."""
+def _record_run(parts: Parts, home: Laid, mean_kl: float, kl_coef: float, metrics: StepMetrics) -> None:
+    """Numbers that are the same on all ranks of the actor."""
+    if home.site.data is None:
+        return
     where = parts.profile.algorithm.kl.where
     if where == "reward":
         metrics.add("actor/reward_kl_penalty", mean_kl)
@@ -140,78 +180,83 @@ def _record_run(
     if where == "loss":
         metrics.add("actor/kl_coef", kl_coef)
     metrics.add("rollout_corr/policy_version", float(parts.collector.generator.version))
-    if parts.roles.critic is not None:
-        explained = explained_variance(batches, parts.grid.data)
+    if parts.profile.algorithm.kind == "ppo":
+        explained = explained_variance(home.batches, home.site.data)
         if explained is not None:
             metrics.add("critic/vf_explained_var", explained)
 
 
-def _single_update(parts: Parts, plans: Sequence[MiniBatch]) -> bool:
+def _single_update(parts: Parts, home: Laid) -> bool:
     """True when each answer is used in exactly one optimizer step, so that the ratio to the old policy is exactly 1."""
     cfg = parts.profile.algorithm
-    return cfg.epochs == 1 and len(plans) == 1 and cfg.kl.where != "reward"
+    return cfg.epochs == 1 and len(home.plans) == 1 and cfg.kl.where != "reward"
 
 
 @torch.no_grad()
-def _score(parts: Parts, batches: Sequence[PackedBatch], plans: Sequence[MiniBatch]) -> None:
-    """Streams without gradient: old log-probs (unless the update makes them itself), reference log-probs, values."""
+def _score(parts: Parts, bins: Mapping[Role, Laid]) -> None:
+    """Streams without gradient: old log-probs (unless the update makes them itself), reference log-probs, values.
+
+    Roles on other ranks than each other work at the same time.
+    """
     roles, clock = parts.roles, parts.clock
-    if not _single_update(parts, plans):
+    if roles.actor_or_none is not None and not _single_update(parts, bins[Role.ACTOR]):
         with clock.phase("old_log_prob"):
-            for batch in batches:
+            for batch in bins[Role.ACTOR].batches:
                 batch.put("old_logprobs", roles.actor.logprobs(batch))
     if roles.reference is not None:
         with clock.phase("ref"):
-            for batch in batches:
+            for batch in bins[Role.REFERENCE].batches:
                 batch.put("ref_logprobs", roles.reference.logprobs(batch))
     if roles.critic is not None:
         with clock.phase("values"):
-            for batch in batches:
+            for batch in bins[Role.CRITIC].batches:
                 batch.put("values", roles.critic.values(batch))
 
 
 @torch.no_grad()
-def _mean_kl(parts: Parts, batches: Sequence[PackedBatch]) -> float:
-    """Mean over sequences of the mean KL per token, over all ranks; 0 when there is none in the reward."""
+def _mean_kl(parts: Parts, home: Laid) -> float:
+    """Mean over sequences of the mean KL per token, as the actor's ranks have it, told to all; 0 when there is none in
+    the reward.
+    """
     cfg = parts.profile.algorithm
     if cfg.kl.where != "reward":
         return 0.0
     total, count = 0.0, 0.0
-    for batch in batches:
+    for batch in home.batches:
         ids = batch.segment_ids()
         values = kl.estimate(batch.get("old_logprobs"), batch.get("ref_logprobs"), cfg.kl.estimator)
         total += float(segments.segment_mean(values, ids, batch.num_sequences).double().sum())
         count += float((segments.segment_lengths(ids, batch.num_sequences) > 0).sum())
-    total, count = parts.grid.data.sum([total, count])
-    return total / max(count, 1.0)
+    if home.site.data is not None:
+        total, count = home.site.data.sum([total, count])
+    mean = total / max(count, 1.0)
+    # ranks outside of the actor have a controller, too
+    return mean if home.site.members is parts.world else parts.world.told_by(home.site.first, mean)
 
 
 def _update(
-    parts: Parts,
-    step: int,
-    table: Sequence[Answer],
-    plans: Sequence[MiniBatch],
-    per_minibatch: Sequence[Sequence[PackedBatch]],
-    kl_coef: float,
-    metrics: StepMetrics,
+    parts: Parts, step: int, table: Sequence[Answer], bins: Mapping[Role, Laid], kl_coef: float, metrics: StepMetrics
 ) -> None:
-    """Passes over the mini-batches: the critic's update, then the actor's."""
+    """Passes over the mini-batches: the critic's update, then the actor's; at the same time on ranks of their own."""
     cfg, roles = parts.profile.algorithm, parts.roles
+    home, beside = bins[Role.ACTOR], bins.get(Role.CRITIC)
     for epoch in range(cfg.epochs):
-        for plan, batches in zip(plans, per_minibatch):
+        for number, plan in enumerate(home.plans):
             counts = loss.GlobalCounts(
                 tokens=sum(table[n].response_tokens for n in plan.numbers if table[n].trains),
                 sequences=sum(table[n].trains for n in plan.numbers),
             )
-            if roles.critic is not None:
+            if roles.critic is not None and beside is not None:
+                counted = metrics if beside.site.leads else StepMetrics()
                 with parts.clock.phase("update_critic"):
-                    done = _update_critic(parts, batches, counts, metrics)
-                metrics.add_update("critic", grad_norm=done.grad_norm, lr=done.lr, empty=done.empty)
-            if step <= actor_waits(parts.profile):
+                    done = _update_critic(parts, beside.per_minibatch[number], counts, counted)
+                counted.add_update("critic", grad_norm=done.grad_norm, lr=done.lr, empty=done.empty)
+            if step <= actor_waits(parts.profile) or roles.actor_or_none is None:
                 continue
+            counted = metrics if home.site.leads else StepMetrics()
             with parts.clock.phase("update_actor"):
-                done = _update_actor(parts, batches, counts, kl_coef, metrics, first=epoch == 0)
-            metrics.add_update("actor", grad_norm=done.grad_norm, lr=done.lr, empty=done.empty)
+                done = _update_actor(parts, home.per_minibatch[number], counts, kl_coef, counted, first=epoch == 0)
+            counted.add_update("actor", grad_norm=done.grad_norm, lr=done.lr, empty=done.empty)
 
 
 def _update_critic(

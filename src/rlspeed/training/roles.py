@@ -149,14 +149,25 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """All models of a run; critic and reference only where the algorithm needs them."""
+    """The models of a run on this rank: None where the role works on other ranks or the algorithm has no use for it."""
 
-    actor: Actor
+    actor_or_none: Actor | None
     critic: Critic | None
     reference: Reference | None
-    causal_lm: Any
     attention_reason: str
     memory_reason: str = ""
+
+    @property
+    def actor(self) -> Actor:
+        """The actor, asked for on its own ranks alone."""
+        assert self.actor_or_none is not None, "the actor works on other ranks"
+        return self.actor_or_none
+
+    @property
+    def causal_lm(self) -> Any:
+        """The transformers model inside the actor."""
+        model: Any = self.actor.model
+        return model.causal_lm
 
 
 def actor_waits(profile: Profile) -> int:
@@ -231,19 +242,20 @@ def build_roles(
         return ValueModel(lm, backend=backend, padded=padded)
 
     own = placing.model(Role.ACTOR, model.path, policy, train=True)
-    actor = Actor(own, optimizer(own, optim.actor, steps - actor_waits(profile)), profile.rollout.temperature)
-    critic = reference = None
+    actor = critic = reference = None
+    if own is not None:
+        learns = steps - actor_waits(profile)
+        actor = Actor(own, optimizer(own, optim.actor, learns), profile.rollout.temperature)
     if profile.algorithm.kind == "ppo":
         judge = placing.model(Role.CRITIC, model.critic.path or model.path, value, train=True)
-        critic = Critic(judge, optimizer(judge, optim.critic, steps))
+        critic = None if judge is None else Critic(judge, optimizer(judge, optim.critic, steps))
     if profile.algorithm.kl.where != "none":
         frozen = placing.model(Role.REFERENCE, model.reference.path or model.path, policy, train=False)
-        reference = Reference(frozen, profile.rollout.temperature)
+        reference = None if frozen is None else Reference(frozen, profile.rollout.temperature)
     return Roles(
-        actor=actor,
+        actor_or_none=actor,
         critic=critic,
         reference=reference,
-        causal_lm=own.causal_lm,
         attention_reason=reason,
         memory_reason=memory_reason,
     )

@@ -17,16 +17,16 @@ from rlspeed.engine.precision import Precision, resolve
 from rlspeed.engine.world import World
 from rlspeed.errors import ConfigError
 from rlspeed.models.build import end_token_ids, load_model_config, resolve_model_path, vocabulary_faults
-from rlspeed.planning.devices import uses_vllm
+from rlspeed.planning.devices import Placement, uses_vllm
 from rlspeed.rewards.pool import RewardPool
 from rlspeed.rollout.builtin import BuiltinGenerator
-from rlspeed.rollout.generator import Generator
+from rlspeed.rollout.generator import Generator, IdleGenerator
 from rlspeed.rollout.types import Prompt, Rollout, SamplingParams
 from rlspeed.rollout.vllm import VllmGenerator
 from rlspeed.training.checks import check_generator, check_layout, check_shared, sample_sequences
 from rlspeed.training.clock import Clock
 from rlspeed.training.collect import Collector
-from rlspeed.training.grid import Grid, make_grid
+from rlspeed.training.grid import Grid, Site, make_grid
 from rlspeed.training.handover import Handover, make_handover
 from rlspeed.training.ppo_step import Parts
 from rlspeed.training.roles import Roles, build_roles
@@ -68,32 +68,33 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
     grid = make_grid(profile, world)
     roles = build_roles(profile, precision, world, grid, total_steps, per_step)
     handover = make_handover(profile, precision, world, grid, roles)
-    generator = _generator(profile, roles, handover, tokenizer, world, stop, precision)
+    sampling = _sampling(profile, _ends(profile, grid, roles, tokenizer, world))
+    generator = _generator(profile, roles, handover, tokenizer, grid.home, sampling, stop, precision)
     handover.attach(generator)
     collector = Collector(
         profile=profile,
-        world=world,
+        rank=world.rank,
+        makers=grid.home.members,
         tokenizer=tokenizer,
         generator=generator,
         pool=RewardPool(profile.reward, max_steps=total_steps),
-        scorer=_scorer(profile, world, precision),
-        sampling=_sampling(profile, roles, tokenizer),
+        scorer=_scorer(profile, world, precision) if grid.home.here else None,
+        sampling=sampling,
         stop=stop,
-    )
-    parts = Parts(
-        profile=profile,
-        world=world,
-        grid=grid,
-        roles=roles,
-        handover=handover,
-        collector=collector,
-        train_table=train_table,
-        clock=clock,
-        stop=stop,
-        capacity=_capacity(profile, grid),
     )
     return Setup(
-        parts=parts,
+        parts=Parts(
+            profile=profile,
+            world=world,
+            grid=grid,
+            roles=roles,
+            handover=handover,
+            collector=collector,
+            train_table=train_table,
+            clock=clock,
+            stop=stop,
+            capacity=_capacity(profile, grid),
+        ),
         train_table=train_table,
         val_table=val_table,
         stream=stream,
@@ -101,17 +102,17 @@ def build(profile: Profile, world: World, stop: StopFlag, clock: Clock) -> Setup
         tokenizer=tokenizer,
         precision=precision,
         notes=(
-            f"{world.size} process(es) on {world.device.type}{_degrees(grid)}; {precision.reason}",
-            *_reasons(roles, generator),
+            *world.told_by(grid.home.first, _reasons(world, grid, precision, roles, generator)),
             *train_table.notes,
             *(val_table.notes if val_table else ()),
         ),
     )
 
 
-def _reasons(roles: Roles, generator: Generator) -> list[str]:
-    """Why kernels, memory and the generator are as they are."""
-    out = [f"attention: {roles.attention_reason}"]
+def _reasons(world: World, grid: Grid, precision: Precision, roles: Roles, generator: Generator) -> list[str]:
+    """How the roles lie, and why kernels, memory and the generator are as they are."""
+    out = [f"{world.size} process(es) on {world.device.type}{_degrees(grid)}; {precision.reason}"]
+    out.append(f"attention: {roles.attention_reason}")
     if roles.memory_reason:
         out.append(roles.memory_reason)
     if isinstance(generator, VllmGenerator):
@@ -120,19 +121,35 @@ def _reasons(roles: Roles, generator: Generator) -> list[str]:
 
 
 def _capacity(profile: Profile, grid: Grid) -> int:
-    """Tokens of a bin, a multiple of the sequence parallel degree."""
-    return profile.packing.capacity or -(-max(4096, profile.data.max_length) // grid.sp) * grid.sp
+    """Tokens of a bin, a multiple of every sequence parallel degree."""
+    return profile.packing.capacity or -(-max(4096, profile.data.max_length) // grid.multiple) * grid.multiple
 
 
 def _degrees(grid: Grid) -> str:
-    """How the models are spread, in the words of the mapping."""
-    place = grid.actor
+    """How the models are spread, in the words of the mapping; each role by itself where they are not on one site."""
+    if len(set(grid.sites.values())) == 1:
+        said = _spread(grid.actor)
+        return f", {said}" if said else ""
+    roles = [
+        f"{role} on {', '.join(map(str, p.ranks))}{f' ({_spread(p)})' if _spread(p) else ''}"
+        for role, p in grid.places.items()
+    ]
+    return f", {'; '.join(roles)}"
+
+
+def _spread(place: Placement) -> str:
     sizes = {"copies": place.replicas, "data": place.dp // place.replicas, "sequence": place.sp, "tensor": place.tp}
     said = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return f", {' x '.join(said)} parallel" if said else ""
+    return f"{' x '.join(said)} parallel" if said else ""
 
 
-def _sampling(profile: Profile, roles: Roles, tokenizer: Any) -> SamplingParams:
+def _ends(profile: Profile, grid: Grid, roles: Roles, tokenizer: Any, world: World) -> tuple[int, ...]:
+    """Token ids that end an answer, as the rank knows them that has read the actor; every rank calls it."""
+    own = end_token_ids(roles.causal_lm, tokenizer, profile.rollout.stop_token_ids) if grid.home.here else ()
+    return world.told_by(grid.home.first, own)
+
+
+def _sampling(profile: Profile, ends: tuple[int, ...]) -> SamplingParams:
     """How training samples; validation changes the temperature."""
     return SamplingParams(
         max_new_tokens=profile.rollout.max_new_tokens,
@@ -140,7 +157,7 @@ def _sampling(profile: Profile, roles: Roles, tokenizer: Any) -> SamplingParams:
         top_k=profile.rollout.top_k,
         top_p=profile.rollout.top_p,
         min_p=profile.rollout.min_p,
-        stop_token_ids=end_token_ids(roles.causal_lm, tokenizer, profile.rollout.stop_token_ids),
+        stop_token_ids=ends,
         stop=tuple(profile.rollout.stop),
     )
 
@@ -158,13 +175,16 @@ def _generator(
     roles: Roles,
     handover: Handover,
     tokenizer: Any,
-    world: World,
+    home: Site,
+    sampling: SamplingParams,
     stop: StopFlag,
     precision: Precision,
 ) -> Generator:
     """vLLM where it is asked for, else the built-in generator over the weights that the handover brings."""
+    if home.members is None:
+        return IdleGenerator()
     if uses_vllm(profile.devices, profile.model.actor.use_vllm_for_generation):
-        return _vllm(profile, roles, handover, tokenizer, world, stop, precision)
+        return _vllm(profile, roles, handover, home.members, sampling, stop, precision)
     return BuiltinGenerator(
         roles.causal_lm,
         tokenizer=tokenizer,
@@ -181,8 +201,8 @@ def _vllm(
     profile: Profile,
     roles: Roles,
     handover: Handover,
-    tokenizer: Any,
     world: World,
+    sampling: SamplingParams,
     stop: StopFlag,
     precision: Precision,
 ) -> VllmGenerator:
@@ -195,7 +215,7 @@ def _vllm(
         dtype=str(precision.compute).removeprefix("torch.") if mapped.dtype == "auto" else mapped.dtype,
         max_length=profile.data.max_length,
         max_concurrent=profile.rollout.max_concurrent,
-        sampling=_sampling(profile, roles, tokenizer),
+        sampling=sampling,
         weights=handover.carrier.tensors if handover.carrier.shares else dict,
         trainer=roles.actor.model if handover.carrier.shares else None,
         world=world,
@@ -219,22 +239,21 @@ def _scorer(profile: Profile, world: World, precision: Precision) -> Any:
 
 
 def startup_checks(setup: Setup) -> list[str]:
-    """Run the laws of training/checks.py on real prompts; returns a sentence for each."""
+    """Run the laws of training/checks.py on real prompts; returns a sentence for each. Every rank calls it."""
+    home, world = setup.parts.grid.home, setup.parts.world
+    return world.told_by(home.first, _checked(setup, home.members) if home.members is not None else [])
+
+
+def _checked(setup: Setup, members: World) -> list[str]:
+    """The sentences, on the ranks of the actor."""
     parts = setup.parts
+    actor, path, multiple = parts.roles.actor, parts.profile.model.path, parts.grid.multiple
     prompts = [setup.train_table[i].token_ids for i in range(min(4, len(setup.train_table)))]
-    gap = check_layout(
-        parts.roles.actor,
-        sample_sequences(prompts),
-        setup.precision,
-        parts.world,
-        parts.profile.model.path,
-        multiple=parts.grid.sp,
-    )
+    gap = check_layout(actor, sample_sequences(prompts), setup.precision, members, path, multiple=multiple)
     form = "packed" if parts.profile.model.use_remove_padding else "padded"
     notes = [f"checked: {form} = one by one (mean difference {gap:.1e})"]
     if parts.profile.model.shared_prefixes:
-        rows = sample_sequences(prompts)
-        gap = check_shared(parts.roles.actor, rows, setup.precision, parts.world, parts.profile.model.path)
+        gap = check_shared(actor, sample_sequences(prompts), setup.precision, members, path)
         notes.append(f"checked: shared prompts = plain packs (mean difference {gap:.1e})")
 
     def answers(requests: Sequence[Prompt], sampling: SamplingParams) -> list[Rollout]:
@@ -243,13 +262,6 @@ def startup_checks(setup: Setup) -> list[str]:
         parts.handover.to_training()
         return out
 
-    gap = check_generator(
-        parts.roles.actor,
-        answers,
-        prompts,
-        parts.world,
-        parts.profile.rollout.parity_tolerance,
-        parts.collector.sampling,
-        multiple=parts.grid.sp,
-    )
+    limit, sampling = parts.profile.rollout.parity_tolerance, parts.collector.sampling
+    gap = check_generator(actor, answers, prompts, members, limit, sampling, multiple=multiple)
     return [*notes, f"checked: generator = trainer log-probs (mean difference {gap:.1e})"]

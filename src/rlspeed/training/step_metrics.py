@@ -14,7 +14,7 @@ from rlspeed.rewards.types import Score
 from rlspeed.rollout.stats import GenerationStats
 from rlspeed.training.batches import Answer, MiniBatch
 from rlspeed.training.credit import informative_groups
-from rlspeed.training.grid import Grid
+from rlspeed.training.grid import Site
 from rlspeed.training.handover import Transition
 from rlspeed.training.metrics import GIB, StepMetrics, seqlen_balance
 
@@ -56,16 +56,16 @@ def record_groups(metrics: StepMetrics, table: Sequence[Answer]) -> None:
 
 
 def record_sizes(
-    metrics: StepMetrics, table: Sequence[Answer], plans: Sequence[MiniBatch], grid: Grid, *, padded: bool, shared: bool
+    metrics: StepMetrics, table: Sequence[Answer], plans: Sequence[MiniBatch], site: Site, *, padded: bool, shared: bool
 ) -> None:
     """Loads of the shares of the data before and after balancing, padding tokens of padded training, and prompt tokens
     that sharing leaves out.
     """
-    before = [sum(a.tokens for a in table if a.holder in ranks) for ranks in grid.shares]
-    after = [sum(table[n].tokens for p in plans for b in p.bins[s] for n in b) for s in range(len(grid.shares))]
+    before = [sum(a.tokens for a in table if a.holder in ranks) for ranks in site.shares]
+    after = [sum(table[n].tokens for p in plans for b in p.bins[s] for n in b) for s in range(len(site.shares))]
     for name, value in seqlen_balance(before, after).items():
         metrics.add(name, value)
-    bins = [b for p in plans for b in p.bins[grid.share] if b]
+    bins = [b for p in plans for b in p.bins[site.share] if b] if site.share is not None else []
     waste = (
         sum(len(b) * max(table[n].tokens for n in b) - sum(table[n].tokens for n in b) for b in bins) if padded else 0
     )

@@ -10,6 +10,7 @@ import torch
 from rlspeed.engine.world import World
 from rlspeed.rollout.types import Rollout
 from rlspeed.training.batches import Answer, build_batches, gather_table, plan_minibatches
+from tests.whole_update import site_of
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 
@@ -34,11 +35,13 @@ def answer(group: int, sample_id: int, prompt: int, response: int, *, holder: in
 @pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.parametrize("capacity", [None, 64])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_each_answer_trains_once(ranks: int, capacity: int | None, balance: bool) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_each_answer_trains_once(ranks: int, capacity: int | None, balance: bool, elsewhere: bool) -> None:
+    """elsewhere: ranks outside of the shares hold the answers, as those of an actor on ranks of its own."""
     rng = random.Random(ranks)
     for groups in (1, 3, 9):
         table = [
-            answer(g, s, rng.randint(1, 30), rng.randint(1, 30), holder=g % ranks)
+            answer(g, s, rng.randint(1, 30), rng.randint(1, 30), holder=g % ranks + (ranks if elsewhere else 0))
             for g in range(groups)
             for s in range(3)
         ]
@@ -61,7 +64,7 @@ def test_each_answer_trains_once(ranks: int, capacity: int | None, balance: bool
                     assert all(sum(table[n].tokens for n in b) <= capacity for b in bins)
                 else:
                     assert all(len(b) <= 2 for b in bins)
-            if not balance:
+            if not balance and not elsewhere:
                 assert all(plan.targets[n] == table[n].holder for n in plan.numbers)
             assert len({table[n].group for n in plan.numbers}) <= 4, "a group is never cut by a mini-batch"
 
@@ -97,7 +100,8 @@ def test_batches_carry_tokens_and_generator_logprobs() -> None:
     plans = plan_minibatches(
         table, shares=((0,),), groups_per_minibatch=None, balance=True, capacity=64, micro_batch_size=1, seed=0
     )
-    ((batch,),) = build_batches(ALONE, table, rollouts, plans, ((0,),))
+    (laid,) = build_batches(ALONE, table, rollouts, [(site_of(ALONE), plans)])
+    (batch,) = laid.batches
     assert batch.sequence_ids == (0, 1, 2)
     assert batch.input_ids[batch.loss_mask].tolist() == [50, 51, 70], "a masked answer trains no token"
     assert batch.get("rollout_logprobs").tolist() == [-0.5, -1.5, -2.5]

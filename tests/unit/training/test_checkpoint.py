@@ -16,7 +16,7 @@ from rlspeed.config.schema import Optimizer
 from rlspeed.engine.world import World
 from rlspeed.errors import RunError
 from rlspeed.training import checkpoint
-from rlspeed.training.checkpoint import Progress
+from rlspeed.training.checkpoint import Progress, RoleState
 from rlspeed.training.optim import MasterAdamW
 from rlspeed.training.roles import Trainable
 
@@ -33,6 +33,11 @@ def trained(seed: int, dtype: torch.dtype = torch.float32, width: int = 8) -> Tr
         model(torch.randn(3, 4, dtype=dtype)).float().sum().backward()
         role.optimizer.step()
     return role
+
+
+def saved(role: Trainable) -> RoleState:
+    """A role on this rank."""
+    return RoleState(members=ALONE, role=role)
 
 
 def progress(step: int) -> Progress:
@@ -52,10 +57,10 @@ def test_round_trip_is_bit_exact(tmp_path: Path, dtype: torch.dtype) -> None:
     role = trained(0, dtype)
     want = tensors(role)
     assert all(float(t.float().abs().sum()) > 0 for t in want.values())
-    folder = checkpoint.save(tmp_path, ALONE, {"actor": role}, progress(3), keep=2)
+    folder = checkpoint.save(tmp_path, ALONE, {"actor": saved(role)}, progress(3), keep=2)
     drawn = torch.rand(3)
     other = trained(5, dtype)
-    got = checkpoint.load(folder, ALONE, {"actor": other})
+    got = checkpoint.load(folder, ALONE, {"actor": saved(other)})
     assert got == progress(3)
     assert other.optimizer.steps_done == 2
     assert all(torch.equal(t, want[n]) for n, t in tensors(other).items())
@@ -65,7 +70,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_keeps_the_last_and_links_it(tmp_path: Path) -> None:
     role = trained(0)
     for step in (1, 2, 3):
-        checkpoint.save(tmp_path, ALONE, {"actor": role}, progress(step), keep=2)
+        checkpoint.save(tmp_path, ALONE, {"actor": saved(role)}, progress(step), keep=2)
     names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert names == ["last", "step_00000002", "step_00000003"]
     assert (tmp_path / "checkpoints" / "last").resolve().name == "step_00000003"
@@ -75,8 +80,8 @@ def test_keeps_the_last_and_links_it(tmp_path: Path) -> None:
 def test_incomplete_is_skipped_and_said(tmp_path: Path, damage: str) -> None:
     """life-06: whatever is missing from the newest folder, the one before is taken."""
     role = trained(0)
-    good = checkpoint.save(tmp_path, ALONE, {"actor": role}, progress(1), keep=3)
-    bad = checkpoint.save(tmp_path, ALONE, {"actor": role}, progress(2), keep=3)
+    good = checkpoint.save(tmp_path, ALONE, {"actor": saved(role)}, progress(1), keep=3)
+    bad = checkpoint.save(tmp_path, ALONE, {"actor": saved(role)}, progress(2), keep=3)
     if damage == "truncate":
         victim = next((bad / "actor").glob("*.distcp"))
         victim.write_bytes(victim.read_bytes()[:-1])
@@ -96,22 +101,22 @@ def test_incomplete_is_skipped_and_said(tmp_path: Path, damage: str) -> None:
 
 
 def test_missing_role_and_other_shape_are_errors(tmp_path: Path) -> None:
-    folder = checkpoint.save(tmp_path, ALONE, {"actor": trained(0)}, progress(1), keep=1)
+    folder = checkpoint.save(tmp_path, ALONE, {"actor": saved(trained(0))}, progress(1), keep=1)
     with pytest.raises(RunError, match="no state of critic"):
-        checkpoint.load(folder, ALONE, {"actor": trained(0), "critic": trained(1)})
+        checkpoint.load(folder, ALONE, {"actor": saved(trained(0)), "critic": saved(trained(1))})
     with pytest.raises(RunError, match="same model"):
-        checkpoint.load(folder, ALONE, {"actor": trained(0, width=9)})
+        checkpoint.load(folder, ALONE, {"actor": saved(trained(0, width=9))})
 
 
 def test_full_disk_keeps_the_last_good_one(tmp_path: Path) -> None:
     """A write that fails half way (a file-size limit stands in for a full disk): said, cleaned up, nothing lost."""
-    good = checkpoint.save(tmp_path, ALONE, {"actor": trained(0)}, progress(1), keep=1)
+    good = checkpoint.save(tmp_path, ALONE, {"actor": saved(trained(0))}, progress(1), keep=1)
     old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
         with pytest.raises(RunError) as caught:
-            checkpoint.save(tmp_path, ALONE, {"actor": trained(0, width=4000)}, progress(2), keep=1)
+            checkpoint.save(tmp_path, ALONE, {"actor": saved(trained(0, width=4000))}, progress(2), keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, old_handler)
@@ -123,5 +128,5 @@ def test_full_disk_keeps_the_last_good_one(tmp_path: Path) -> None:
 
 
 def test_state_is_readable_json(tmp_path: Path) -> None:
-    folder = checkpoint.save(tmp_path, ALONE, {"actor": trained(0)}, progress(1), keep=1)
+    folder = checkpoint.save(tmp_path, ALONE, {"actor": saved(trained(0))}, progress(1), keep=1)
     assert json.loads((folder / "state.json").read_text())["kl_coef"] == 0.25

@@ -180,13 +180,14 @@ def test_kinds_go_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
     a, b = _wide(torch.bfloat16), _wide(torch.bfloat16)
     first, second = MasterAdamW(a, cfg, total_steps=9), MasterAdamW(b, cfg, total_steps=9)
+    one, other = (checkpoint.RoleState(members=world, role=Trainable(m, o)) for m, o in ((a, first), (b, second)))
     with _without_compiling():
         _steps_bf16(a, first, 3)
         progress = checkpoint.Progress(
             step=3, kl_coef=0.0, optimizer_steps={"actor": 3}, policy_version=3, total_tokens=1
         )
-        folder = checkpoint.save(tmp_path, world, {"actor": Trainable(a, first)}, progress, keep=1)
-        checkpoint.load(folder, world, {"actor": Trainable(b, second)})
+        folder = checkpoint.save(tmp_path, world, {"actor": one}, progress, keep=1)
+        checkpoint.load(folder, world, {"actor": other})
         if kind == "adamw8bit":
             names = set(second.state_tensors())
             assert {"0.weight.exp_avg.codes", "0.weight.exp_avg_sq.scale", "2.bias.exp_avg"} <= names

@@ -14,7 +14,7 @@ from rlspeed.errors import ConfigError
 from rlspeed.training.batches import build_batches, plan_minibatches
 from rlspeed.training.grid import make_grid
 from rlspeed.training.roles import build_roles
-from tests.whole_update import make_answers
+from tests.whole_update import make_answers, site_of
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 
@@ -36,7 +36,8 @@ def test_a_step_holds_the_same_tokens_in_fewer_places(balance: bool) -> None:
         )
         assert sorted(n for p in plans for b in p.bins[0] for n in b) == list(range(20))
         assert all(p.targets == dict.fromkeys(p.numbers, 0) for p in plans)
-        batches = [b for part in build_batches(ALONE, table, rollouts, plans, ((0,),), shared=shared) for b in part]
+        (laid,) = build_batches(ALONE, table, rollouts, [(site_of(ALONE), plans)], shared=shared)
+        batches = laid.batches
         assert max(b.num_tokens for b in batches) <= 40
         trained = {}
         for b in batches:
