@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from rlspeed.config.load import load_profile
@@ -24,6 +25,7 @@ TP, SP = "devices.actor.tensor_parallel_size=2", "devices.actor.sequence_paralle
 SHARDING = "devices.actor.fsdp_config.sharding_strategy"
 CLASSIC, STAYS = "model.actor.use_3d_hybrid_engine=false", "model.actor.use_lightweight_sharding_for_generation=false"
 CALLED, CHECKED = "model.actor.enable_auto_repartition_for_training=false", "model.actor.verify_sync=checksum"
+
 # with each layout another way of the weights to the generator
 LAYOUTS = {
     "one-classic": (1, (CLASSIC, CALLED)),
@@ -32,6 +34,21 @@ LAYOUTS = {
     "sp2-classic": (2, (SP, CLASSIC)),
     "copies2-stays": (2, (f"{SHARDING}=NO_SHARD", STAYS, CHECKED)),
     "dp2-tp2": (4, (TP, f"{SHARDING}=SHARD_GRAD_OP", CALLED, CHECKED)),
+}
+# roles on ranks of their own; in those of EQUAL each role has one rank: the bins, the sums and the bits of one process
+HOST = "run.device=cpu"
+TURNED = ("devices.actor.device_mesh=[1]", "devices.critic.device_mesh=[0]", "devices.reference.shares_with=critic")
+MIXED = (
+    *("devices.actor.device_mesh=[3,1]", "devices.critic.device_mesh=[2,0]", "devices.reference.device_mesh=[0,2]"),
+    *("devices.actor.tensor_parallel_size=2", "devices.critic.sequence_parallel_size=2", CHECKED),
+    "devices.reference.shares_with=critic",
+)
+EQUAL = ("apart2", "apart2-turned")
+LAYOUTS |= {
+    "apart2": (2, (HOST, "devices.actor.device_mesh=[0]", "devices.critic.device_mesh=[1]")),
+    "apart2-turned": (2, (HOST, *TURNED, CLASSIC)),
+    "apart4": (4, (HOST, "devices.actor.device_mesh=[0,1]", "devices.critic.device_mesh=[2,3]", CALLED)),
+    "apart4-mixed": (4, (HOST, *MIXED)),
 }
 # loads of shares are about shares; answers, rewards, lengths and counts are equal exactly
 ABOUT_RANKS = "global_seqlen/"
@@ -97,11 +114,14 @@ def test_ranks_equal_one(one: Path, tmp_path: Path, layout: str) -> None:
     assert transitions(folder) == {planned_bytes(ranks, words)}
     wanted, got = (load_file(place / "hf" / "model.safetensors") for place in (one, folder))
     assert wanted.keys() == got.keys()
+    if layout in EQUAL:
+        assert (folder / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
+        assert all(torch.equal(got[name], weight) for name, weight in wanted.items())
     for name, weight in wanted.items():
         gaps = (weight - got[name]).abs()
         assert float(gaps.max()) < 1e-4, name
         assert float(gaps.mean()) < 1e-6, name
-    if ranks == 4:
+    if ranks == 4 or layout == "apart2-turned":
         resumed_repeats_the_last_step(folder, ranks)
 
 

@@ -50,7 +50,7 @@ class RolePlacement(DeviceSection):
     """Where one role runs."""
 
     device_mesh: list[Position | Literal["cpu"]] | None = None
-    """Positions in CUDA_VISIBLE_DEVICES, or [cpu]; null: all devices of the run."""
+    """Positions in CUDA_VISIBLE_DEVICES, in any order, or [cpu]; null: all devices of the run, or of shares_with."""
     strategy: Literal["fsdp2", "none"] = "fsdp2"
     """How the model is spread over the role's devices."""
     fsdp_config: FSDPConfig = FSDPConfig()

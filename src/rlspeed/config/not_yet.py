@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rlspeed.config.device_schema import DeviceMapping, RolePlacement
 from rlspeed.config.load import LoadedProfile
@@ -50,43 +50,78 @@ def _placement(key: str, place: RolePlacement) -> Iterator[Finding]:
 
 
 def _degrees(p: Profile) -> Iterator[Finding]:
-    """Roles that would cut tokens and matrices otherwise than the actor; a reward model is whole on every rank."""
-    places = roles_in_use(p)
-    actor = places.get("actor")
-    for role, place in places.items():
-        for degree in ("tensor_parallel_size", "sequence_parallel_size"):
-            own, actors = getattr(place, degree), getattr(actor, degree, 1)
-            key, wanted = f"devices.{role}.{degree}", 1 if role == "reward_model" else actors
-            if own != wanted:
-                why = "" if role == "reward_model" else f" and the actor's is {actors}"
-                yield key, f"{own}{why}", str(wanted), f"{key}={wanted}"
+    """A reward model is whole on every rank."""
+    place = roles_in_use(p).get("reward_model")
+    for degree in ("tensor_parallel_size", "sequence_parallel_size"):
+        if place is not None and getattr(place, degree) != 1:
+            key = f"devices.reward_model.{degree}"
+            yield key, str(getattr(place, degree)), "1", f"{key}=1"
 
 
 def _untried(p: Profile) -> Iterator[Finding]:
     """Combinations with tensor and sequence parallel that are not known to work."""
-    actor = p.devices.actor
-    if actor is None:
-        return
-    tp, sp = actor.tensor_parallel_size, actor.sequence_parallel_size
-    if p.model.compile and tp * sp > 1:
-        found = f"true with tensor parallel {tp} x sequence parallel {sp}"
-        yield "model.compile", found, "false, or degrees of 1", "model.compile=false"
-    if sp > 1 and not p.model.use_remove_padding:
-        found = f"{sp} with padded rows"
-        yield "devices.actor.sequence_parallel_size", found, "1, or packed rows", "model.use_remove_padding=true"
+    told = False
+    for role, place in roles_in_use(p).items():
+        tp, sp = place.tensor_parallel_size, place.sequence_parallel_size
+        if role == "reward_model":
+            continue
+        if p.model.compile and tp * sp > 1 and not told:
+            told = True
+            found = f"true with tensor parallel {tp} x sequence parallel {sp} of the {role}"
+            yield "model.compile", found, "false, or degrees of 1", "model.compile=false"
+        if sp > 1 and not p.model.use_remove_padding:
+            found = f"{sp} with padded rows"
+            yield f"devices.{role}.sequence_parallel_size", found, "1, or packed rows", "model.use_remove_padding=true"
 
 
 def _apart(p: Profile, world_size: int) -> Iterator[Finding]:
-    """Roles on devices of their own; a reward model on the host can be done."""
+    """Critic and reference may have devices of their own; what scores answers is where they are, or on the host."""
     places = roles_in_use(p)
-    own = places["actor"].device_mesh if "actor" in places else None
-    actors = own if own is not None else list(range(world_size))
+    own = _written(p, "actor")
     for role, place in places.items():
         mesh = place.device_mesh
-        if role == "actor" or mesh is None or (role == "reward_model" and mesh == ["cpu"]):
-            continue
-        if sorted(map(str, mesh)) != sorted(map(str, actors)):
-            shown = ", ".join(map(str, actors))
-            fix = f"give {role} the actor's devices: devices.{role}.device_mesh=null devices.{role}.shares_with=actor"
-            found = f"[{', '.join(map(str, mesh))}] and the actor is on [{shown}]"
-            yield f"devices.{role}.device_mesh", found, f"the actor's devices [{shown}]", fix
+        mixed = mesh is not None and (mesh == ["cpu"]) != (own == ["cpu"]) and p.run.device != "cpu"
+        if role in ("critic", "reference") and mesh is not None and mixed:
+            found = f"[{_names(mesh)}] and the actor is on [{_shown(own, world_size)}]"
+            fix = f"leave devices.{role}.device_mesh out, or set run.device=cpu for all"
+            yield f"devices.{role}.device_mesh", found, "models on one kind of device", fix
+        if role == "reward_model" and mesh != ["cpu"]:
+            beside, actors = _shown(_written(p, role), world_size), _shown(own, world_size)
+            if sorted(beside.split(", ")) != sorted(actors.split(", ")):
+                fix = "devices.reward_model.device_mesh=null devices.reward_model.shares_with=actor"
+                found = f"[{beside}] and the actor is on [{actors}]"
+                allowed = f"the actor's devices [{actors}], or [cpu]"
+                yield "devices.reward_model.device_mesh", found, allowed, f"give it the actor's devices: {fix}"
+    if own in (None, ["cpu"]) or not _vllm(p) or len(own) >= world_size:
+        return
+    found = f"[{_names(own)}] of {world_size} ranks while vLLM generates"
+    fix = "model.actor.use_vllm_for_generation=false devices.actor.use_vllm=false"
+    yield "devices.actor.device_mesh", found, "all ranks, or the built-in generator", fix
+
+
+def _vllm(p: Profile) -> bool:
+    said = p.devices.actor.use_vllm if p.devices.actor else None
+    return p.model.actor.use_vllm_for_generation if said is None else said
+
+
+def _written(p: Profile, role: str) -> list[int | str] | None:
+    """The device_mesh that counts for a role: its own, that of the role it shares with, or the actor's."""
+    seen: set[str] = set()
+    while role not in seen:
+        seen.add(role)
+        place = getattr(p.devices, role, None)
+        if place is None:
+            role = "actor"
+        elif place.device_mesh is not None or place.shares_with is None:
+            return None if place.device_mesh is None else list(place.device_mesh)
+        else:
+            role = place.shares_with
+    return None
+
+
+def _shown(mesh: list[int | str] | None, world_size: int) -> str:
+    return _names(range(world_size) if mesh is None else mesh)
+
+
+def _names(mesh: Iterable[int | str]) -> str:
+    return ", ".join(map(str, mesh))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from rlspeed.config.load import LoadedProfile
-from rlspeed.config.not_yet import cannot_be_done_yet
+from rlspeed.config.not_yet import cannot_be_done_yet, roles_in_use
 from rlspeed.config.overrides import OVERRIDE
 from rlspeed.config.schema import Data, Model, Profile
 from rlspeed.errors import Fault
@@ -101,11 +101,12 @@ def prefixes_can_be_shared(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     if p.rollout.n < 2:
         found = f"true with rollout.n={p.rollout.n}: no two answers have one prompt"
         yield _fault(loaded, key, found, "rollout.n of at least 2", "leave it out")
-    actor = p.devices.actor
-    for degree in ("sequence_parallel_size", "tensor_parallel_size"):
-        size = getattr(actor, degree, 1)
+    places = roles_in_use(p)
+    degrees = ("sequence_parallel_size", "tensor_parallel_size")
+    for role, degree in ((r, d) for r in ("actor", "critic", "reference") for d in degrees):
+        size = getattr(places.get(role), degree, 1)
         if size > 1:
-            found = f"true with devices.actor.{degree}={size}, which this version cannot do yet"
+            found = f"true with devices.{role}.{degree}={size}, which this version cannot do yet"
             yield _fault(loaded, key, found, f"{degree} of 1", "leave it out, or lower the degree")
 
 

@@ -326,6 +326,8 @@ class Run(Section):
     """Name of the run; null: the profile's or the file's."""
     dir: str | None = None
     """Run folder; null: runs/NAME-DATE-TIME."""
+    device: Literal["auto", "cpu"] = "auto"
+    """cpu: ranks on the host stand in for the positions of the device mapping, also where there are GPUs."""
     steps: PositiveInt | None = None
     """Training steps; null: from epochs."""
     epochs: PositiveInt = 1

@@ -87,7 +87,7 @@ def enough_devices(now: Situation) -> list[Fault]:
             where="GPUs",
             found=f"{there}{variable}, the mapping needs {need}: {asked}",
             allowed=f"positions 0..{machine.num_devices - 1}" if machine.num_devices else "[cpu]",
-            fix="name fewer devices, widen CUDA_VISIBLE_DEVICES, or put roles on [cpu]",
+            fix="name fewer devices, widen CUDA_VISIBLE_DEVICES, or try the mapping on the host with run.device=cpu",
         )
     ]
 

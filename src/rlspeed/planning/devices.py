@@ -35,7 +35,7 @@ BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 class Placement:
     """Where one role runs and how it is spread there.
 
-    ranks: global ranks in the order written, each once. written: device_mesh as the user wrote it, None where it was
+    ranks: global ranks, ascending, each once. written: device_mesh as the user wrote it, None where it was
     left out.
     tp, sp: tensor and sequence parallel degree. replicas: full copies (1 where everything is sharded). rests_on_host:
     weights live in host memory while the role is idle. host_params: parameters and optimizer live there always
@@ -152,8 +152,9 @@ def build_device_map(
 
     world_size: number of processes; None: as many as the mapping names. use_vllm: vLLM generates unless the mapping
     says otherwise. default_device: what roles without a device_mesh use (cpu on a machine without GPU). use_cpu:
-    positions are ranks on the host, no GPU anywhere (tests, `--smoke` on a laptop). A role that is not in the mapping
-    runs where the actor runs; the generator always does.
+    positions are ranks on the host, no GPU anywhere (run.device: cpu, tests, `--smoke` on a laptop). A role that is
+    not in the mapping runs where the actor runs; the generator always does. One that names no devices but a role to
+    share with has that role's.
     """
     sections: dict[Role, RolePlacement | None] = {
         Role.ACTOR: mapping.actor or ActorPlacement(),
@@ -174,13 +175,25 @@ def build_device_map(
             out[role] = actor
         elif section is None:
             out[role] = _beside(actor)
-        elif section.shares_with == Role.ACTOR and section.device_mesh is None:
-            out[role] = _placement(section, spread, beside=actor)
         else:
-            out[role] = _placement(section, spread)
+            host = _host(role, sections)
+            out[role] = _placement(section, spread, beside=actor if host is None else _placement(host, spread))
     if Role.ROLLOUT in roles:
         out[Role.ROLLOUT] = generator_placement(mapping, actor, use_vllm)
     return DeviceMap(world_size=world_size, roles=out)
+
+
+def _host(role: Role, sections: Mapping[Role, RolePlacement | None]) -> RolePlacement | None:
+    """The section whose devices `role` has: its own, or at the end of its chain of shares_with; None: the actor's."""
+    own = at = sections[role]
+    seen = {str(role)}
+    while at is not None and at.device_mesh is None and at.shares_with not in (None, *seen):
+        name = str(at.shares_with)
+        if name not in set(map(str, sections)):
+            return own
+        seen.add(name)
+        at = sections[Role(name)]
+    return at
 
 
 def uses_vllm(mapping: DeviceMapping, model_says: bool) -> bool:
@@ -230,7 +243,8 @@ def _placement(section: RolePlacement, spread: _Spread, beside: Placement | None
         device = "cpu"
     elif written is not None:
         device = "cpu" if spread.use_cpu else "cuda"
-        ranks = tuple(dict.fromkeys(p for p in written if isinstance(p, int) and p >= 0))
+        # ascending, whatever the order written: torch numbers the ranks of a group so, and cuts by that number
+        ranks = tuple(sorted({p for p in written if isinstance(p, int) and p >= 0}))
     per_copy = section.tensor_parallel_size * section.sequence_parallel_size
     per_node = spread.ranks_per_node
     sharding = section.fsdp_config.sharding_strategy

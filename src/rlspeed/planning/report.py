@@ -96,6 +96,7 @@ def inspect_run(
         world_size=world_size,
         use_vllm=vllm,
         default_device="cuda" if machine.num_devices else "cpu",
+        use_cpu=profile is not None and on_host(profile),
         roles=roles,
         ranks_per_node=machine.num_devices if machine.nodes > 1 else None,
     )
@@ -182,6 +183,11 @@ def element_bytes(profile: Profile, machine: Machine) -> int:
     if dtype == "auto":
         return 2 if machine.devices and all(d.capability >= (8, 0) for d in machine.devices) else 4
     return 4 if dtype == "fp32" else 2
+
+
+def on_host(profile: Profile) -> bool:
+    """Whether ranks on the host stand in for all devices, whatever the machine has."""
+    return profile.run.device == "cpu"
 
 
 def names_devices(mapping: DeviceMapping) -> bool:

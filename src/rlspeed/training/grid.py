@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -144,7 +144,7 @@ def _site(world: World, place: Placement, mesh: DeviceMesh | None) -> Site:
 
 
 def _places(profile: Profile, world: World, ranks_per_node: int | None) -> dict[Role, Placement]:
-    """Placements of the models that are spread; roles on the same ranks have them in the same order."""
+    """Placements of the models that are spread."""
     devices = build_device_map(
         profile.devices,
         world_size=world.size,
@@ -155,9 +155,4 @@ def _places(profile: Profile, world: World, ranks_per_node: int | None) -> dict[
         ranks_per_node=ranks_per_node,
     )
     devices.require()
-    order: dict[frozenset[int], tuple[int, ...]] = {}
-    out = {}
-    for role in SPREAD:
-        if (place := devices.roles.get(role)) is not None:
-            out[role] = replace(place, ranks=order.setdefault(frozenset(place.ranks), place.ranks))
-    return out
+    return {role: devices.roles[role] for role in SPREAD if role in devices.roles}

@@ -17,6 +17,7 @@ from rlspeed.engine.watchdog import Watchdog
 from rlspeed.engine.world import World, start_world
 from rlspeed.errors import RunError
 from rlspeed.planning.devices import Role
+from rlspeed.planning.report import on_host
 from rlspeed.training import checkpoint, rundir
 from rlspeed.training.checks import check_gap
 from rlspeed.training.clock import Clock
@@ -40,7 +41,8 @@ def train(loaded: LoadedProfile) -> int:
     """
     profile = loaded.profile
     mesh = profile.devices.actor.device_mesh if profile.devices.actor else None
-    world = start_world(use_cpu=mesh == ["cpu"], hang_timeout_seconds=profile.run.hang_timeout_seconds)
+    use_cpu = mesh == ["cpu"] or on_host(profile)
+    world = start_world(use_cpu=use_cpu, hang_timeout_seconds=profile.run.hang_timeout_seconds)
     try:
         with StopFlag(world) as stop, Watchdog(world, profile.run.hang_timeout_seconds, stop) as watchdog:
             return Job(loaded, world, stop, watchdog).run()

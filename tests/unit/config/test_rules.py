@@ -193,10 +193,8 @@ def test_what_a_profile_sets_may_lose_its_effect() -> None:
 @pytest.mark.parametrize(
     ("word", "key"),
     [
-        ("devices.critic.sequence_parallel_size=2", "devices.critic.sequence_parallel_size"),
         ("devices.critic.fsdp_config.cpu_offload=true", "devices.critic.fsdp_config.cpu_offload"),
         ("devices.critic.use_cpu_offload=true", "devices.critic.use_cpu_offload"),
-        ("devices.critic.device_mesh=[1]", "devices.critic.device_mesh"),
         ("devices.critic.device_mesh=[cpu]", "devices.critic.device_mesh"),
     ],
 )
@@ -209,11 +207,9 @@ def test_what_cannot_be_done_yet_is_refused_and_never_ignored(word: str, key: st
 
 
 def test_degrees_that_do_not_go_together_are_refused() -> None:
-    """Roles share rows and ranks, so they are cut alike; a reward model is whole on every rank."""
+    """A reward model is whole on every rank; critic and reference are cut as they like."""
     tp, sp = "devices.actor.tensor_parallel_size=2", "devices.actor.sequence_parallel_size=2"
-    (fault,) = found(tp, "devices.critic.strategy=fsdp2", world_size=2)
-    assert fault.found.startswith("devices.critic.tensor_parallel_size is 1 and the actor's is 2")
-    assert fault.fix == "devices.critic.tensor_parallel_size=2"
+    assert found(tp, "devices.critic.strategy=fsdp2", world_size=2) == []
     assert found(tp, "devices.critic.tensor_parallel_size=2", world_size=2) == []
     (fault,) = found("reward.model.path=x", "devices.reward_model.tensor_parallel_size=2", world_size=2)
     assert fault.allowed == "1"
@@ -222,6 +218,23 @@ def test_degrees_that_do_not_go_together_are_refused() -> None:
     (fault,) = found(sp, "model.use_remove_padding=false", world_size=2)
     assert fault.found.startswith("devices.actor.sequence_parallel_size is 2 with padded rows")
     assert found(tp, "model.use_remove_padding=false", world_size=2) == []
+
+
+def test_roles_on_devices_of_their_own() -> None:
+    """Models that train may be apart; answers are scored where they are, or on the host; one kind of device for all."""
+    apart = ("devices.actor.device_mesh=[0]", "devices.critic.device_mesh=[1]")
+    assert found(*apart, "devices.reference.shares_with=critic", world_size=2) == []
+    reward = "reward.model.path=x"
+    assert found(*apart, reward, "devices.reward_model.device_mesh=[cpu]", world_size=2) == []
+    assert found(*apart, reward, "devices.reward_model.shares_with=actor", world_size=2) == []
+    (fault,) = found(*apart, reward, "devices.reward_model.shares_with=critic", world_size=2)
+    assert fault.found.startswith("devices.reward_model.device_mesh is [1] and the actor is on [0]")
+    for words in ((apart[0], "devices.critic.device_mesh=[cpu]"), ("devices.actor.device_mesh=[cpu]", apart[1])):
+        (fault,) = found(*words, world_size=2)
+        assert fault.allowed == "models on one kind of device"
+        assert found(*words, "run.device=cpu", world_size=2) == []
+    (fault,) = found(*apart, "devices.actor.use_vllm=true", world_size=2)
+    assert fault.found.startswith("devices.actor.device_mesh is [0] of 2 ranks while vLLM generates")
 
 
 def test_the_classic_way_has_no_buckets() -> None:
@@ -254,8 +267,8 @@ def test_what_can_be_done_is_not_refused() -> None:
 def test_the_users_mapping_is_refused_with_every_reason(seeds: Path) -> None:
     loaded = load_profile("ppo_trainer.yaml", ["device_mapping_file=device_mapping.yaml"])
     found = {f.where: f.found for f in check(loaded, 4)}
-    assert set(found) == {"device_mapping.yaml:9"}
-    assert found["device_mapping.yaml:9"].startswith("devices.critic.device_mesh is [2, 3]")
+    assert set(found) == {"device_mapping.yaml:3"}
+    assert found["device_mapping.yaml:3"].startswith("devices.actor.device_mesh is [0, 1] of 4 ranks while vLLM")
     assert check(load_profile("ppo_trainer.yaml"), 4) == []
 
 

@@ -192,3 +192,17 @@ def test_require_raises_everything() -> None:
         build({"actor": {"device_mesh": [0, 0]}, "critic": {"device_mesh": []}}).require()
     assert len(caught.value.faults) == 2
     build(SEED).require()
+
+
+def test_ranks_ascend_and_a_role_without_devices_has_those_that_it_shares() -> None:
+    """torch numbers the ranks of a group in ascending order; the chain of shares_with is followed to its end."""
+    sections = {
+        "actor": {"device_mesh": [3, 1]},
+        "critic": {"device_mesh": [2, 0]},
+        "reference": {"shares_with": "reward_model"},
+        "reward_model": {"shares_with": "critic"},
+    }
+    devices = build(sections, 4)
+    assert devices.roles[Role.ACTOR].ranks == (1, 3)
+    assert [devices.roles[r].ranks for r in (Role.CRITIC, Role.REFERENCE, Role.REWARD)] == [(0, 2)] * 3
+    assert devices.check() == []
