@@ -68,7 +68,7 @@ class ActorPlacement(RolePlacement):
     """Where the actor trains and generates."""
 
     use_vllm: bool | None = None
-    """true: vLLM generates (as model.actor.use_vllm_for_generation); null: as there."""
+    """true: vLLM generates (as model.actor.use_vllm_for_generation), unless run.device is cpu; null: as there."""
     vllm_config: VLLMConfig = VLLMConfig()
 
 

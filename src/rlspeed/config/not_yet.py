@@ -92,16 +92,17 @@ def _apart(p: Profile, world_size: int) -> Iterator[Finding]:
                 found = f"[{beside}] and the actor is on [{actors}]"
                 allowed = f"the actor's devices [{actors}], or [cpu]"
                 yield "devices.reward_model.device_mesh", found, allowed, f"give it the actor's devices: {fix}"
-    if own in (None, ["cpu"]) or not _vllm(p) or len(own) >= world_size:
+    if own in (None, ["cpu"]) or not vllm_generates(p) or len(own) >= world_size:
         return
     found = f"[{_names(own)}] of {world_size} ranks while vLLM generates"
     fix = "model.actor.use_vllm_for_generation=false devices.actor.use_vllm=false"
     yield "devices.actor.device_mesh", found, "all ranks, or the built-in generator", fix
 
 
-def _vllm(p: Profile) -> bool:
+def vllm_generates(p: Profile) -> bool:
+    """False also where ranks on the host stand in for GPUs: the built-in generator answers in vLLM's place."""
     said = p.devices.actor.use_vllm if p.devices.actor else None
-    return p.model.actor.use_vllm_for_generation if said is None else said
+    return p.run.device != "cpu" and (p.model.actor.use_vllm_for_generation if said is None else said)
 
 
 def _written(p: Profile, role: str) -> list[int | str] | None:

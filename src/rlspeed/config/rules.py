@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from rlspeed.config.load import LoadedProfile
-from rlspeed.config.not_yet import cannot_be_done_yet, roles_in_use
+from rlspeed.config.not_yet import cannot_be_done_yet, roles_in_use, vllm_generates
 from rlspeed.config.overrides import OVERRIDE
 from rlspeed.config.schema import Data, Model, Profile
 from rlspeed.errors import Fault
@@ -263,11 +263,8 @@ def _of_rollout(p: Profile) -> list[tuple[bool, tuple[str, ...], str]]:
 
 def _for_another_generator(p: Profile) -> list[tuple[bool, tuple[str, ...], str]]:
     """As `_without_effect`: keys of the built-in generator in a run with vLLM."""
-    mapped = p.devices.actor
-    said = None if mapped is None else mapped.use_vllm
-    vllm = p.model.actor.use_vllm_for_generation if said is None else said
     keys = ("rollout.kv_cache_gib", "rollout.longest_first", "rollout.overprovision")
-    return [(vllm, keys, "the built-in generator: model.actor.use_vllm_for_generation=false")]
+    return [(vllm_generates(p), keys, "the built-in generator: model.actor.use_vllm_for_generation=false")]
 
 
 def _asked_for(loaded: LoadedProfile, key: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlspeed.config.device_schema import DeviceMapping
+from rlspeed.config.device_schema import ActorPlacement, DeviceMapping
 from rlspeed.config.schema import Profile
 from rlspeed.errors import Fault, RlspeedError
 from rlspeed.planning.device_rules import Situation, check_run, notes
@@ -138,6 +138,7 @@ def inspect_profile(profile: Profile, machine: Machine, *, world_size: int | Non
     Raises:
         ConfigError: a config.json of an unknown family.
     """
+    profile, stands_in = as_it_runs(profile)
     found: dict[str, ModelShape | None] = {}
     shapes: dict[Role, ModelShape] = {}
     for role, path in model_paths(profile).items():
@@ -149,7 +150,7 @@ def inspect_profile(profile: Profile, machine: Machine, *, world_size: int | Non
     report = inspect_run(profile.devices, machine, profile=profile, shapes=shapes, world_size=world_size)
     absent = [path for path, shape in found.items() if shape is None]
     said = [f"no config.json of {path} here: heads, memory and time are not checked" for path in absent]
-    return replace(report, notes=(*said, *report.notes))
+    return replace(report, notes=(*said, *stands_in, *report.notes))
 
 
 def used_roles(profile: Profile) -> tuple[Role, ...]:
@@ -188,6 +189,19 @@ def element_bytes(profile: Profile, machine: Machine) -> int:
 def on_host(profile: Profile) -> bool:
     """Whether ranks on the host stand in for all devices, whatever the machine has."""
     return profile.run.device == "cpu"
+
+
+def as_it_runs(profile: Profile) -> tuple[Profile, tuple[str, ...]]:
+    """The profile as its device lets it run, and a sentence on what that changes.
+
+    Ranks on the host have no GPU that vLLM's engine could take: the built-in generator answers in its place.
+    """
+    if not on_host(profile) or not uses_vllm(profile.devices, profile.model.actor.use_vllm_for_generation):
+        return profile, ()
+    actor = (profile.devices.actor or ActorPlacement()).model_copy(update={"use_vllm": False})
+    devices = profile.devices.model_copy(update={"actor": actor})
+    said = "run.device is cpu: the built-in generator answers in vLLM's place, and vllm_config has no say"
+    return profile.model_copy(update={"devices": devices}), (said,)
 
 
 def names_devices(mapping: DeviceMapping) -> bool:

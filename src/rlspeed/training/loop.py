@@ -17,7 +17,7 @@ from rlspeed.engine.watchdog import Watchdog
 from rlspeed.engine.world import World, start_world
 from rlspeed.errors import RunError
 from rlspeed.planning.devices import Role
-from rlspeed.planning.report import on_host
+from rlspeed.planning.report import as_it_runs, on_host
 from rlspeed.training import checkpoint, rundir
 from rlspeed.training.checks import check_gap
 from rlspeed.training.clock import Clock
@@ -54,14 +54,14 @@ class Job:
     """One run on this rank: the state that changes from step to step is `step` and `kl`."""
 
     def __init__(self, loaded: LoadedProfile, world: World, stop: StopFlag, watchdog: Watchdog) -> None:
-        self.profile = loaded.profile
+        self.profile, stands_in = as_it_runs(loaded.profile)
         self.world = world
         self.stop = stop
         self.clock = Clock(world.device)
         watchdog.follow(self.clock)
         self.step = 0
         self.total_tokens = 0
-        self.notes: list[str] = []
+        self.notes: list[str] = list(stands_in)
         _seed_everything(self.profile.run.seed)
         self.display = Display(enabled=world.is_main)
         self.setup: Setup = build(self.profile, world, stop, self.clock)

@@ -270,6 +270,9 @@ def test_the_users_mapping_is_refused_with_every_reason(seeds: Path) -> None:
     assert set(found) == {"device_mapping.yaml:3"}
     assert found["device_mapping.yaml:3"].startswith("devices.actor.device_mesh is [0, 1] of 4 ranks while vLLM")
     assert check(load_profile("ppo_trainer.yaml"), 4) == []
+    on_host = ["device_mapping_file=device_mapping.yaml", "run.device=cpu"]
+    assert check(load_profile("ppo_trainer.yaml", on_host), 4) == []
+    assert check(load_profile("ppo_trainer.yaml", [*on_host, "rollout.kv_cache_gib=1"]), 4) == []
 
 
 def test_every_rule_has_a_docstring_and_its_own_name() -> None:
