@@ -55,7 +55,7 @@ class RolePlacement(DeviceSection):
     """How the model is spread over the role's devices."""
     fsdp_config: FSDPConfig = FSDPConfig()
     use_cpu_offload: bool = False
-    """Weights rest in host memory while the role is idle."""
+    """Weights rest in host memory while the role is idle; for critic, reference and reward model."""
     shares_with: str | None = None
     """Name of a role on the same devices, when that is meant."""
     sequence_parallel_size: Degree = 1

@@ -45,8 +45,9 @@ def _placement(key: str, place: RolePlacement) -> Iterator[Finding]:
     """Offload of one role."""
     if place.fsdp_config.cpu_offload:
         yield f"{key}.fsdp_config.cpu_offload", "true", "false", f"leave {key}.fsdp_config.cpu_offload out"
-    if place.use_cpu_offload and place.device_mesh != ["cpu"]:
-        yield f"{key}.use_cpu_offload", "true", "false, or device_mesh: [cpu]", f"leave {key}.use_cpu_offload out"
+    if place.use_cpu_offload and place.device_mesh != ["cpu"] and key == "devices.actor":
+        allowed = "false: the generator reads the actor's weights; critic, reference and reward model can rest"
+        yield f"{key}.use_cpu_offload", "true", allowed, f"leave {key}.use_cpu_offload out"
 
 
 def _degrees(p: Profile) -> Iterator[Finding]:

@@ -107,6 +107,16 @@ class HostStay:
             tensor.copy_(host, non_blocking=True)
 
 
+def storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The whole storage behind each tensor as bytes, each once: what `HostStay` moves where tensors are views."""
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in found:
+            found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    return list(found.values())
+
+
 @dataclass(slots=True)
 class Peak:
     """Most memory in tensors during a `peak_of`, and what was there when it began; 0 where nobody counts it."""

@@ -28,8 +28,10 @@ class RewardModelScorer:
     Source of that fault: huggingface/transformers#35352.
     """
 
-    def __init__(self, cfg: RewardModel, device: torch.device | str, dtype: torch.dtype) -> None:
-        """Load model and tokenizer.
+    def __init__(
+        self, cfg: RewardModel, device: torch.device | str, dtype: torch.dtype, *, rests: bool = False
+    ) -> None:
+        """Load model and tokenizer. rests: the model is on the device only while it scores, else in host memory.
 
         Raises:
             ConfigError: nothing loadable at `cfg.path`, more than one label, no score head, no chat template.
@@ -41,7 +43,8 @@ class RewardModelScorer:
         self._device = device
         self._where = "reward.model.path"
         self._tokenizer = self._load_tokenizer()
-        self._model = self._load_model(dtype).to(device).eval().requires_grad_(False)
+        self._rests = rests
+        self._model = self._load_model(dtype).to("cpu" if rests else device).eval().requires_grad_(False)
         self._limit = int(getattr(self._model.config, "max_position_embeddings", 0) or 0)
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
@@ -55,9 +58,13 @@ class RewardModelScorer:
         ids = [self._tokens(sample) for sample in samples]
         self._check_lengths(samples, ids)
         scores = [0.0] * len(samples)
+        if self._rests:
+            self._model.to(self._device)
         for batch in length_batches([len(x) for x in ids], BATCH_TOKENS):
             for position, value in zip(batch, self._forward([ids[i] for i in batch])):
                 scores[position] = value
+        if self._rests:
+            self._model.to("cpu")
         faults = [
             Fault(where=f"reward model {self._path}, {s.label}", found=f"scored {x}", allowed="a finite number")
             for s, x in zip(samples, scores)

@@ -208,6 +208,7 @@ def load(folder: Path, world: World, roles: Mapping[str, RoleState]) -> Progress
 
 def _tensors(role: Trainable) -> dict[str, Any]:
     """All tensors of a role by flat name; the live ones, so that loading writes into them."""
+    role.wake()
     rest(role.model)
     out: dict[str, Any] = {f"model.{n}": p.detach() for n, p in role.model.named_parameters()}
     out.update({f"optim.{n}": t for n, t in role.optimizer.state_tensors().items()})

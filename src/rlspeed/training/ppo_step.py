@@ -207,10 +207,12 @@ def _score(parts: Parts, bins: Mapping[Role, Laid]) -> None:
         with clock.phase("ref"):
             for batch in bins[Role.REFERENCE].batches:
                 batch.put("ref_logprobs", roles.reference.logprobs(batch))
+            roles.reference.leave()
     if roles.critic is not None:
         with clock.phase("values"):
             for batch in bins[Role.CRITIC].batches:
                 batch.put("values", roles.critic.values(batch))
+            roles.critic.leave()
 
 
 @torch.no_grad()
@@ -250,6 +252,7 @@ def _update(
                 counted = metrics if beside.site.leads else StepMetrics()
                 with parts.clock.phase("update_critic"):
                     done = _update_critic(parts, beside.per_minibatch[number], counts, counted)
+                    roles.critic.leave()
                 counted.add_update("critic", grad_norm=done.grad_norm, lr=done.lr, empty=done.empty)
             if step <= actor_waits(parts.profile) or roles.actor_or_none is None:
                 continue

@@ -13,8 +13,10 @@ from torch.profiler import record_function
 from rlspeed.config.schema import Optimizer, Profile
 from rlspeed.engine.attention import choose_attention
 from rlspeed.engine.packed import PackedBatch
-from rlspeed.engine.parallelize import full_tensor
+from rlspeed.engine.parallelize import full_tensor, rest
 from rlspeed.engine.precision import Precision
+from rlspeed.engine.reshard import local_part
+from rlspeed.engine.room import HostStay, storages
 from rlspeed.engine.world import World
 from rlspeed.errors import ConfigError, Fault
 from rlspeed.models.build import PolicyModel, ValueModel, load_model_config
@@ -50,16 +52,44 @@ def _at_once() -> None:
     """Nothing to wait for."""
 
 
-class Trainable:
-    """A model with its optimizer; the base of actor and critic is this one method, not a class tree.
+class Resting:
+    """A model whose weights are in host memory while it is idle, where `rests` says so (use_cpu_offload).
 
-    entering: called before any work, with what it is; settled: before the optimizer's state is read (`Handover`).
+    entering: called before any work, with what it is (`Handover`).
     """
 
-    def __init__(self, model: nn.Module, optimizer: MasterAdamW) -> None:
+    def __init__(self, model: nn.Module, *, rests: bool = False) -> None:
         self.model = model
-        self.optimizer = optimizer
+        self.rests = rests
         self.entering: Callable[[str], None] = _freely
+        self._stay = HostStay()
+
+    def wake(self) -> None:
+        """The weights are on the device again; by itself before any work."""
+        self._stay.come_back()
+        self._stay.settle()
+
+    def leave(self) -> None:
+        """Nothing to do for a while: the device's memory is given back."""
+        if self.rests:
+            rest(self.model)
+            self._stay.leave(storages(local_part(p) for p in self.model.parameters()))
+
+    def begin(self, what: str) -> None:
+        """Before the work `what`."""
+        self.entering(what)
+        self.wake()
+
+
+class Trainable(Resting):
+    """A model with its optimizer; the base of actor and critic is this one method, not a class tree.
+
+    settled: called before the optimizer's state is read (`Handover`).
+    """
+
+    def __init__(self, model: nn.Module, optimizer: MasterAdamW, *, rests: bool = False) -> None:
+        super().__init__(model, rests=rests)
+        self.optimizer = optimizer
         self.settled: Callable[[], None] = _at_once
 
     def update(
@@ -71,7 +101,7 @@ class Trainable:
         plain sum over bins and ranks. global_tokens: training tokens of the mini-batch over all ranks; with 0 nothing
         is changed.
         """
-        self.entering("an update")
+        self.begin("an update")
         lr = self.optimizer.lr
         self.optimizer.zero_grad()
         if global_tokens == 0:
@@ -102,7 +132,7 @@ class Actor(Trainable):
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """Log-probs [N] of the tokens that train under the present weights."""
-        self.entering("a scoring pass")
+        self.begin("a scoring pass")
         return self.model(batch, self.temperature, False)[0]
 
     def whole_weights(self, *, keep: bool) -> dict[str, torch.Tensor]:
@@ -128,22 +158,21 @@ class Critic(Trainable):
     @torch.no_grad()
     def values(self, batch: PackedBatch) -> torch.Tensor:
         """Values [N] under the present weights."""
-        self.entering("a scoring pass")
+        self.begin("a scoring pass")
         return self.model(batch)
 
 
-class Reference:
+class Reference(Resting):
     """The frozen policy that the KL term is measured against."""
 
-    def __init__(self, model: PolicyModel, temperature: float) -> None:
-        self.model = model
+    def __init__(self, model: PolicyModel, temperature: float, *, rests: bool = False) -> None:
+        super().__init__(model, rests=rests)
         self.temperature = temperature
-        self.entering: Callable[[str], None] = _freely
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """Log-probs [N] of the tokens that train under the reference."""
-        self.entering("a scoring pass")
+        self.begin("a scoring pass")
         return self.model(batch, self.temperature, False)[0]
 
 
@@ -238,6 +267,9 @@ def build_roles(
     def policy(lm: Any) -> PolicyModel:
         return PolicyModel(lm, backend=backend, padded=padded)
 
+    def rests(role: Role) -> bool:
+        return grid.places[role].rests_on_host and world.device.type == "cuda"
+
     def value(lm: Any) -> ValueModel:
         return ValueModel(lm, backend=backend, padded=padded)
 
@@ -248,10 +280,16 @@ def build_roles(
         actor = Actor(own, optimizer(own, optim.actor, learns), profile.rollout.temperature)
     if profile.algorithm.kind == "ppo":
         judge = placing.model(Role.CRITIC, model.critic.path or model.path, value, train=True)
-        critic = None if judge is None else Critic(judge, optimizer(judge, optim.critic, steps))
+        critic = (
+            None if judge is None else Critic(judge, optimizer(judge, optim.critic, steps), rests=rests(Role.CRITIC))
+        )
     if profile.algorithm.kl.where != "none":
         frozen = placing.model(Role.REFERENCE, model.reference.path or model.path, policy, train=False)
-        reference = None if frozen is None else Reference(frozen, profile.rollout.temperature)
+        if frozen is not None:
+            reference = Reference(frozen, profile.rollout.temperature, rests=rests(Role.REFERENCE))
+    for idle in (critic, reference):
+        if idle is not None:
+            idle.leave()
     return Roles(
         actor_or_none=actor,
         critic=critic,

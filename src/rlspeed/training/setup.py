@@ -235,7 +235,8 @@ def _scorer(profile: Profile, world: World, precision: Precision) -> Any:
     place = profile.devices.reward_model
     if place is not None and place.device_mesh == ["cpu"]:
         return RewardModelScorer(profile.reward.model, torch.device("cpu"), torch.float32)
-    return RewardModelScorer(profile.reward.model, world.device, precision.compute)
+    rests = place is not None and place.use_cpu_offload
+    return RewardModelScorer(profile.reward.model, world.device, precision.compute, rests=rests)
 
 
 def startup_checks(setup: Setup) -> list[str]:

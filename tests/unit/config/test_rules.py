@@ -194,7 +194,7 @@ def test_what_a_profile_sets_may_lose_its_effect() -> None:
     ("word", "key"),
     [
         ("devices.critic.fsdp_config.cpu_offload=true", "devices.critic.fsdp_config.cpu_offload"),
-        ("devices.critic.use_cpu_offload=true", "devices.critic.use_cpu_offload"),
+        ("devices.actor.use_cpu_offload=true", "devices.actor.use_cpu_offload"),
         ("devices.critic.device_mesh=[cpu]", "devices.critic.device_mesh"),
     ],
 )
