@@ -72,4 +72,6 @@ def test_the_users_files_train_under_torchrun(models: tuple[Path, Path], tmp_pat
         assert row["actor/grad_norm"] > 0.0
         assert row["critic/grad_norm"] > 0.0
         assert row["critic/score/max"] > row["critic/score/min"], "the reward model tells answers apart"
+    timings = [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
+    assert all(0 <= row["reward/scored_early"] <= 16 for row in timings), "the reward model works beside generation"
     assert (folder / "hf" / "model.safetensors").exists()

@@ -74,6 +74,11 @@ class RewardPool:
         """The functions' names, as in Score.parts."""
         return tuple(spec.name for spec in self._specs)
 
+    @property
+    def takes_batches(self) -> bool:
+        """Some function takes all answers of a step at once: it is given them in the order of submission."""
+        return any(self._whole_batch)
+
     def submit(self, sample: Sample) -> None:
         """Start scoring one answer; its score comes from the next `collect`, in the order of submission.
 

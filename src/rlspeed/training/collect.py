@@ -10,9 +10,10 @@ import torch
 
 from rlspeed.algorithms.advantage import overlong_penalty
 from rlspeed.config.schema import Profile
-from rlspeed.data.prompts import PromptTable
+from rlspeed.data.prompts import PromptRow, PromptTable
 from rlspeed.engine.world import World
 from rlspeed.rewards.pool import RewardPool
+from rlspeed.rewards.stream import StreamScorer
 from rlspeed.rewards.types import Sample, Score, add_model_scores
 from rlspeed.rollout.builtin import BuiltinGenerator
 from rlspeed.rollout.generator import Generator
@@ -23,13 +24,31 @@ from rlspeed.training.seeds import seed_of
 from rlspeed.training.stop import StopFlag
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Collected:
-    """This rank's answers of a step: by (position of the prompt in the step, number of the answer)."""
+    """This rank's answers of a step: by (position of the prompt in the step, number of the answer).
+
+    early: answers that the reward model had scored when generation ended; None where it scores them together.
+    """
 
     rollouts: dict[tuple[int, int], Rollout]
     rows: dict[int, int]
     scores: dict[tuple[int, int], Score] = field(default_factory=dict)
+    early: int | None = None
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """What is being generated and scored: streamed are the answers that are scored when they finish.
+
+    submitted: places of the samples, in their order.
+    """
+
+    table: PromptTable
+    rows: Sequence[int]
+    streamed: set[tuple[int, int]]
+    submitted: dict[tuple[int, int], None] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
 
 
 class Collector:
@@ -60,11 +79,16 @@ class Collector:
         self.scorer = scorer
         self.sampling = sampling
         self.stop = stop
+        self._now: _UnderWay | None = None
+        if isinstance(generator, BuiltinGenerator):
+            generator.on_finished = self._finished
 
     def close(self) -> None:
         """End the generator and the reward workers."""
         self.generator.close()
         self.pool.close()
+        if isinstance(self.scorer, StreamScorer):
+            self.scorer.close()
 
     def generate(
         self,
@@ -98,6 +122,9 @@ class Collector:
                 requests.append(
                     Prompt(prompt_id=group, sample_id=sample_id, token_ids=tokens, seed=seed, max_new_tokens=limit)
                 )
+        # what may be dropped is not scored; functions that take a batch get it in the order of the prompts
+        streams = (enough is None or enough >= len(rows)) and not self.pool.takes_batches
+        self._now = _UnderWay(table, rows, {(r.prompt_id, r.sample_id) for r in requests} if streams else set())
         if lengths != "none":
             sampling = replace(sampling, stop=(), stop_token_ids=())
         try:
@@ -129,13 +156,34 @@ class Collector:
         Raises:
             RewardError: a function failed and the policy is to stop, on the rank where it happened.
         """
-        places = list(collected.rollouts)
-        samples = [self._sample(table, collected, place, i) for i, place in enumerate(places)]
-        scores = self.pool.score(samples, step=step) if samples else []
-        if self.scorer is not None and samples:
-            scores = add_model_scores(scores, self.scorer.score(samples), self.profile.reward.model.weight)
-        collected.scores.update(zip(places, scores))
-        return [self._answer(collected, place, score) for place, score in zip(places, scores)]
+        now, self._now = self._now, None
+        assert now is not None, "answers are generated before they are scored"
+        if isinstance(self.scorer, StreamScorer):
+            collected.early = self.scorer.done
+        for place, rollout in collected.rollouts.items():
+            if place not in now.submitted:
+                self._submit(now, rollout)
+        scores = self.pool.collect(step=step) if now.samples else []
+        if self.scorer is not None and now.samples:
+            own = self.scorer
+            values = own.collect() if isinstance(own, StreamScorer) else own.score(now.samples)
+            scores = add_model_scores(scores, values, self.profile.reward.model.weight)
+        found = dict(zip(now.submitted, scores))
+        collected.scores.update({place: found[place] for place in collected.rollouts})
+        return [self._answer(collected, place, score) for place, score in collected.scores.items()]
+
+    def _finished(self, rollout: Rollout) -> None:
+        """An answer is complete while others are generated: its scoring begins."""
+        if self._now is not None and (rollout.prompt_id, rollout.sample_id) in self._now.streamed:
+            self._submit(self._now, rollout)
+
+    def _submit(self, now: _UnderWay, rollout: Rollout) -> None:
+        sample = self._sample(now.table[now.rows[rollout.prompt_id]], rollout, len(now.samples))
+        now.submitted[rollout.prompt_id, rollout.sample_id] = None
+        now.samples.append(sample)
+        self.pool.submit(sample)
+        if isinstance(self.scorer, StreamScorer):
+            self.scorer.submit(sample)
 
     def dump(self, table: PromptTable, collected: Collected, step: int) -> list[dict[str, Any]]:
         """This rank's answers as verl dumps them: input, output, gts, score, step, and what the rewards returned
@@ -160,13 +208,11 @@ class Collector:
             )
         return out
 
-    def _sample(self, table: PromptTable, collected: Collected, place: tuple[int, int], index: int) -> Sample:
-        rollout = collected.rollouts[place]
-        row = table[collected.rows[place[0]]]
+    def _sample(self, row: PromptRow, rollout: Rollout, index: int) -> Sample:
         return Sample(
             index=index,
             prompt_id=row.index,
-            sample_id=place[1],
+            sample_id=rollout.sample_id,
             prompt=row.prompt,
             prompt_text=row.text,
             response_text=self.tokenizer.decode(rollout.response_ids, skip_special_tokens=True),

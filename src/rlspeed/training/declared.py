@@ -77,6 +77,13 @@ ANSWERS = (
     ),
     _mean("reward/{function}/mean", "", "answers it scored", "Mean of one reward function, before its weight."),
     _of("sum", "reward/failed", "answers", "Answers whose scoring failed; they do not train."),
+    _of(
+        "sum",
+        "reward/scored_early",
+        "answers",
+        "Answers that a reward model on the host had scored when generation ended.",
+        clock=True,
+    ),
     _of("global", "group/degenerate", "groups", "Groups without two different rewards; their advantage is 0."),
     _of("global", "group/total", "groups", "Groups of the step."),
     _of("global", "group/filtered", "groups", "Degenerate groups that were left out of the loss."),

@@ -95,7 +95,7 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
         table = gather_table(world, parts.collector.score(parts.train_table, collected, step))
     table = leave_out(table, filter_groups=cfg.algorithm.filter_groups)
     record_answers(metrics, table, world)
-    record_parts(metrics, collected.scores.values())
+    record_parts(metrics, collected)
     bins = _lay(parts, step, table, collected)
     home = bins[Role.ACTOR]
     shared = metrics if grid.home.leads else StepMetrics()  # what all ranks of a share see is counted once

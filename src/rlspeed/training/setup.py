@@ -231,10 +231,12 @@ def _scorer(profile: Profile, world: World, precision: Precision) -> Any:
     if profile.reward.model.path is None:
         return None
     from rlspeed.rewards.model import RewardModelScorer
+    from rlspeed.rewards.stream import StreamScorer
 
     place = profile.devices.reward_model
     if place is not None and place.device_mesh == ["cpu"]:
-        return RewardModelScorer(profile.reward.model, torch.device("cpu"), torch.float32)
+        # one after the other in a thread, while others are generated
+        return StreamScorer(RewardModelScorer(profile.reward.model, torch.device("cpu"), torch.float32))
     rests = place is not None and place.use_cpu_offload
     return RewardModelScorer(profile.reward.model, world.device, precision.compute, rests=rests)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -10,9 +10,9 @@ from rlspeed.algorithms import correction
 from rlspeed.engine.packed import PackedBatch
 from rlspeed.engine.world import World
 from rlspeed.planning.prefixes import tokens_saved
-from rlspeed.rewards.types import Score
 from rlspeed.rollout.stats import GenerationStats
 from rlspeed.training.batches import Answer, MiniBatch
+from rlspeed.training.collect import Collected
 from rlspeed.training.credit import informative_groups
 from rlspeed.training.grid import Site
 from rlspeed.training.handover import Transition
@@ -37,9 +37,11 @@ def record_answers(metrics: StepMetrics, table: Sequence[Answer], world: World) 
     record_groups(metrics, table)
 
 
-def record_parts(metrics: StepMetrics, scores: Iterable[Score]) -> None:
+def record_parts(metrics: StepMetrics, collected: Collected) -> None:
     """Each reward function's own numbers, before its weight, of the answers that this rank holds."""
-    for score in scores:
+    if collected.early is not None:
+        metrics.add("reward/scored_early", float(collected.early))
+    for score in collected.scores.values():
         for function, value in score.parts.items():
             metrics.add(f"reward/{function}/mean", value, 1)
 
