@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -29,6 +30,7 @@ class StreamScorer:
         self._jobs: queue.SimpleQueue[Sample | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[float | BaseException] = queue.SimpleQueue()
         self._submitted = 0
+        self._spans: list[tuple[float, float]] = []
         self._thread = threading.Thread(target=self._work, name="reward-model", daemon=True)
         self._thread.start()
 
@@ -36,6 +38,11 @@ class StreamScorer:
     def done(self) -> int:
         """Submitted answers that are scored already."""
         return self._results.qsize()
+
+    def take_spans(self) -> list[tuple[float, float]]:
+        """Start and end of each scoring since the last call, by time.perf_counter."""
+        out, self._spans = self._spans, []
+        return out
 
     def submit(self, sample: Sample) -> None:
         """Start scoring an answer."""
@@ -63,8 +70,10 @@ class StreamScorer:
 
     def _work(self) -> None:
         while (sample := self._jobs.get()) is not None:
+            start = time.perf_counter()
             try:
                 (score,) = self._scorer.score([sample])
                 self._results.put(score)
             except BaseException as error:  # told to whoever collects
                 self._results.put(error)
+            self._spans.append((start, time.perf_counter()))

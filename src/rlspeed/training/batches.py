@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -76,6 +76,20 @@ class Laid:
     def batches(self) -> list[PackedBatch]:
         """This rank's bins of all mini-batches."""
         return [b for part in self.per_minibatch for b in part]
+
+    def without(self, numbers: set[int]) -> Laid:
+        """The same bins, in which the sequences `numbers` train no token."""
+        if not numbers:
+            return self
+        parts = [[_without(batch, numbers) for batch in part] for part in self.per_minibatch]
+        return replace(self, per_minibatch=parts)
+
+
+def _without(batch: PackedBatch, numbers: set[int]) -> PackedBatch:
+    """A bin whose streams lie as before."""
+    keep = torch.tensor([n not in numbers for n in batch.sequence_ids], device=batch.loss_mask.device)
+    lengths = torch.tensor(batch.lengths, device=keep.device)
+    return replace(batch, loss_mask=batch.loss_mask & keep.repeat_interleave(lengths))
 
 
 def gather_table(world: World, mine: Sequence[Answer]) -> list[Answer]:

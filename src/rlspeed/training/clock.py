@@ -11,10 +11,14 @@ from torch.profiler import record_function
 
 # ranges of a trace: phase/gen, phase/update_actor, ...; update/forward, update/backward, update/optimizer inside
 PHASE_RANGE, UPDATE_RANGE = "phase/", "update/"
+IDLE, OUTSIDE = "idle", "start"
 
 
 class Clock:
     """Sums wall-clock seconds by phase name.
+
+    idled: of them, seconds in which this rank waited for others. spans: (phase, start, end) in the order of their ends,
+    by time.perf_counter; `IDLE` where it waited.
 
     step, current and moves (phases begun and ended so far) are read by the watchdog's thread; broken: the phase that
     an error ended first.
@@ -23,7 +27,9 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.seconds: dict[str, float] = {}
-        self.current = "start"
+        self.idled: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] = []
+        self.current = OUTSIDE
         self.step = 0
         self.moves = 0
         self.broken = ""
@@ -46,11 +52,28 @@ class Clock:
                 self.broken = self.broken or name
                 raise
             finally:
-                self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+                end = self._now()
+                self.seconds[name] = self.seconds.get(name, 0.0) + end - start
+                self.spans.append((name, start, end))
                 self.current = outer
                 self.moves += 1
 
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """The block meets other ranks and does no work of its own; counted inside of a phase."""
+        if self.current == OUTSIDE:
+            yield
+            return
+        start = self._now()
+        try:
+            yield
+        finally:
+            end = self._now()
+            self.idled[self.current] = self.idled.get(self.current, 0.0) + end - start
+            self.spans.append((IDLE, start, end))
+
     def take(self) -> dict[str, float]:
-        """Seconds since the last call, by phase."""
+        """Seconds since the last call, by phase; forgets what was idle and the spans, too."""
         out, self.seconds = self.seconds, {}
+        self.idled, self.spans = {}, []
         return out

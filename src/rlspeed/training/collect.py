@@ -83,6 +83,10 @@ class Collector:
         if isinstance(generator, BuiltinGenerator):
             generator.on_finished = self._finished
 
+    def take_spans(self) -> list[tuple[float, float]]:
+        """When the reward model worked in a thread of its own; nothing where it has none."""
+        return self.scorer.take_spans() if isinstance(self.scorer, StreamScorer) else []
+
     def close(self) -> None:
         """End the generator and the reward workers."""
         self.generator.close()
@@ -150,8 +154,12 @@ class Collector:
         assert isinstance(self.generator, BuiltinGenerator), "the configuration allows no other"
         return self.generator.generate_enough(requests, sampling, groups=mine)
 
-    def score(self, table: PromptTable, collected: Collected, step: int) -> list[Answer]:
-        """Rewards of this rank's answers; fills `collected.scores`.
+    def answers(self, collected: Collected) -> list[Answer]:
+        """This rank's answers as far as they are known before they are scored."""
+        return [self._answer(collected, place, Score(total=0.0)) for place in collected.rollouts]
+
+    def score(self, collected: Collected, step: int) -> list[Answer]:
+        """Rewards of the answers of the last `generate`; fills `collected.scores`.
 
         Raises:
             RewardError: a function failed and the policy is to stop, on the rank where it happened.

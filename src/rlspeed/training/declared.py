@@ -141,6 +141,14 @@ SIZES = (
 )
 
 CLOCK = (
+    _of(
+        "max",
+        "busy/{rank}",
+        "share",
+        "Share of the step in which this rank did not wait for others; with several ranks.",
+        clock=True,
+    ),
+    _of("max", "idle_s/{rank}/{phase}", "s", "Seconds in which this rank waited for others in a phase.", clock=True),
     _of("max", "timing_s/{phase}", "s", "Wall-clock time of a phase on the slowest rank.", clock=True),
     _of(
         "global",

@@ -30,6 +30,7 @@ from rlspeed.training.ppo_step import StepResult, ppo_step
 from rlspeed.training.profile import StepProfiler
 from rlspeed.training.setup import Setup, build, startup_checks
 from rlspeed.training.stop import StopFlag, StopRequested
+from rlspeed.training.timeline import Lane, Span
 from rlspeed.training.validate import validate
 
 
@@ -59,6 +60,7 @@ class Job:
         self.stop = stop
         self.clock = Clock(world.device)
         watchdog.follow(self.clock)
+        stop.waiting = self.clock.idle
         self.step = 0
         self.total_tokens = 0
         self.notes: list[str] = list(stands_in)
@@ -115,6 +117,9 @@ class Job:
         metrics = StepMetrics()
         with self.profiler.step(number), self.clock.phase("step"):
             result = ppo_step(self.setup.parts, number, self.setup.stream.batch(self.step), self.kl.coef, metrics)
+            with self.clock.idle():
+                self.world.barrier()  # the step has one end, so that what was idle shows
+        self.profiler.draw_ranks(number, self._lanes(number))
         self._after_step(number, metrics, result)
         self._compare(self._log(metrics), number)
         for path in self.profiler.written:
@@ -122,6 +127,21 @@ class Job:
         self._validate_if_due()
         if self.profile.run.save_every and number % self.profile.run.save_every == 0:
             self._save()
+
+    def _lanes(self, number: int) -> list[Lane]:
+        """What this rank did in the step, and the reward model in its thread; nothing where no picture is asked for."""
+        beside = self.setup.parts.collector.take_spans()
+        if number not in self.profiler.steps:
+            return []
+        grid, rank = self.setup.parts.grid, self.world.rank
+        roles = ", ".join(str(role) for role, site in grid.sites.items() if site.here)
+        own = [Span(name=n, start=a, end=b) for n, a, b in self.clock.spans if n != "step"]
+        end = self.clock.spans[-1][2]
+        lanes = [Lane(label=f"rank {rank}: {roles or 'no role'}", spans=own)]
+        if beside:
+            scored = [Span(name="reward", start=a, end=b) for a, b in beside]
+            lanes.append(Lane(label=f"rank {rank}: reward model", spans=scored))
+        return [lane.before(end) for lane in lanes]
 
     def _compare(self, values: Mapping[str, float], number: int) -> None:
         """Generator against trainer on the step's own answers: rollout.parity_alarm says whether a gap ends the run."""
@@ -168,7 +188,11 @@ class Job:
             rundir.write_jsonl(self.dir / folder / f"{self.step}.jsonl", rows[:count])
 
     def _log(self, metrics: StepMetrics) -> dict[str, float]:
-        metrics.add_seconds(self.clock.take())
+        idled = self.clock.idled
+        seconds = self.clock.take()
+        metrics.add_seconds(seconds)
+        if self.world.size > 1:
+            metrics.add_idle(self.world.rank, seconds, idled)
         metrics.add_memory(self.world.device)
         values = metrics.reduce(self.world.gather_objects)
         self.loggers.log(self.step, values)

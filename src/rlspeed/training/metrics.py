@@ -21,6 +21,7 @@ from rlspeed.training.declared import declaration
 Gather = Callable[[Any], list[Any]]
 
 GIB = float(1 << 30)
+MOST_RANKS = 64  # that have metrics of their own
 
 # phases whose cost goes with prompt and response tokens; that of "gen" goes with the generated ones
 TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -80,6 +81,17 @@ class StepMetrics:
         """Add `timing_s/phase` for each phase; the slowest rank counts."""
         for phase, value in seconds.items():
             self.add(f"timing_s/{phase}", value)
+
+    def add_idle(self, rank: int, seconds: Mapping[str, float], idled: Mapping[str, float]) -> None:
+        """Add the busy share of the step of `rank`, this one, and in which phase it waited for others.
+
+        seconds, idled: of each phase, of the clock; nothing is added without timing_s/step.
+        """
+        whole = seconds.get("step", 0.0)
+        if whole > 0 and rank < MOST_RANKS:
+            self.add(f"busy/{rank}", 1.0 - min(sum(idled.values()) / whole, 1.0))
+            for phase, value in idled.items():
+                self.add(f"idle_s/{rank}/{phase}", value)
 
     def add_memory(self, device: torch.device) -> None:
         """Add this rank's memory peak: of the device, and of the process's resident memory."""

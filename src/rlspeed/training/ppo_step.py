@@ -91,18 +91,25 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
     record_generation(metrics, getattr(parts.collector.generator, "stats", None))
     if not cfg.model.actor.enable_auto_repartition_for_training:
         parts.handover.to_training()  # the explicit call; otherwise the first pass below changes over
+    # what needs no score goes first: roles on other ranks work while the last answers are scored
+    with clock.phase("exchange"):
+        bins = _lay(parts, step, gather_table(world, parts.collector.answers(collected)), collected)
+    _score(parts, bins)
     with clock.phase("reward"):
-        table = gather_table(world, parts.collector.score(parts.train_table, collected, step))
+        scored = parts.collector.score(collected, step)
+        with clock.idle():
+            table = gather_table(world, scored)
     table = leave_out(table, filter_groups=cfg.algorithm.filter_groups)
-    record_answers(metrics, table, world)
-    record_parts(metrics, collected)
-    bins = _lay(parts, step, table, collected)
+    left_out = {n for n, a in enumerate(table) if not a.trains}
+    masked = {laid: laid.without(left_out) for laid in bins.values()}
+    bins = {role: masked[laid] for role, laid in bins.items()}
     home = bins[Role.ACTOR]
     shared = metrics if grid.home.leads else StepMetrics()  # what all ranks of a share see is counted once
+    record_answers(metrics, table, world)
+    record_parts(metrics, collected)
     padded, prefixes = not cfg.model.use_remove_padding, cfg.model.shared_prefixes
     record_sizes(shared, table, home.plans, grid.home, padded=padded, shared=prefixes)
-    _score(parts, bins)
-    with clock.phase("meet"):
+    with clock.phase("meet"), clock.idle():
         bring(world, table, _journeys(bins, cfg.algorithm.kl.where))
     with clock.phase("adv"):
         mean_kl = _mean_kl(parts, home)

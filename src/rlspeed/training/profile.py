@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from rlspeed.engine.world import World
 from rlspeed.errors import ConfigError, Fault
 from rlspeed.training.clock import PHASE_RANGE, UPDATE_RANGE
-from rlspeed.training.timeline import Kernel, Span, Timeline, draw_timeline
+from rlspeed.training.timeline import Kernel, Lane, Span, Timeline, draw_lanes, draw_timeline
 
 FOLDER = "profile"
 
@@ -55,6 +55,18 @@ class StepProfiler:
         finally:
             profiler.stop()
         self._write(profiler, number)
+
+    def draw_ranks(self, number: int, lanes: Sequence[Lane]) -> None:
+        """The picture of a traced step on all ranks: what each did, and when it waited. Every rank calls it.
+
+        lanes: of this rank, in seconds before the common end of the step.
+        """
+        if number not in self.steps or self.world.size == 1:
+            return
+        every = [lane for part in self.world.gather_objects(list(lanes)) for lane in part]
+        if self.world.is_main:
+            picture = self.folder / f"step_{number}_ranks.png"
+            self.written.append(draw_lanes(every, picture, f"Step {number}, all ranks"))
 
     def _write(self, profiler: Any, number: int) -> None:
         """The trace of each rank, and rank 0's picture."""

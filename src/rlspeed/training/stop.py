@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -14,12 +16,16 @@ class StopRequested(Exception):
 
 
 class StopFlag:
-    """Set by SIGTERM (and a first SIGUSR1, as Slurm sends before the time limit); asked between and inside phases."""
+    """Set by SIGTERM (and a first SIGUSR1, as Slurm sends before the time limit); asked between and inside phases.
+
+    waiting: around every moment in which this rank waits for the others' answer.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.requested = False
         self.asked = 0
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> StopFlag:
@@ -48,5 +54,7 @@ class StopFlag:
         Raises:
             StopRequested: on every rank, when any rank was asked to stop.
         """
-        if self.world.any(self.requested):
+        with self.waiting():
+            asked = self.world.any(self.requested)
+        if asked:
             raise StopRequested

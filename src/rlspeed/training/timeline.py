@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlspeed.training.clock import PHASE_RANGE, UPDATE_RANGE
-from rlspeed.training.plots import FAINT, OTHER_PHASES, PHASES, STYLE
+from rlspeed.training.clock import IDLE, PHASE_RANGE, UPDATE_RANGE
+from rlspeed.training.plots import FAINT, GRID, OTHER_PHASES, PHASES, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,12 +103,38 @@ def busy_share(kernels: Sequence[Kernel], seconds: float, bins: int) -> np.ndarr
     return np.minimum(busy / width, 1.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """A row of the picture of all ranks; spans in the order in which they are drawn, `IDLE` over what it is part of."""
+
+    label: str
+    spans: Sequence[Span]
+
+    def before(self, end: float) -> Lane:
+        """The same in seconds before `end`, which are negative."""
+        return replace(self, spans=[replace(s, start=s.start - end, end=s.end - end) for s in self.spans])
+
+
+def draw_lanes(lanes: Sequence[Lane], path: Path, title: str) -> Path:
+    """Write the picture of a step on all ranks to `path` (PNG), whole or not at all."""
+    start = min((s.start for lane in lanes for s in lane.spans), default=0.0)
+    rows, seconds = [], -start
+    for lane in lanes:
+        moved = lane.before(start).spans
+        # phases as they began, and what was idle over them
+        spans = sorted((s for s in moved if not _waited(s, moved)), key=lambda s: (s.name == IDLE, s.start))
+        rows.append((lane.label, spans, {**_phase_colours(spans), IDLE: GRID}))
+    return _draw(rows, path, title, seconds, None)
+
+
+def _waited(span: Span, spans: Sequence[Span]) -> bool:
+    """A phase of which this rank only waited for the end."""
+    covered = sum(max(0.0, min(s.end, span.end) - max(s.start, span.start)) for s in spans if s.name == IDLE)
+    return span.name != IDLE and covered > 0.9 * (span.end - span.start)
+
+
 def draw_timeline(timeline: Timeline, path: Path, title: str) -> Path:
     """Write the picture to `path` (PNG), whole or not at all."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     phases, updates = timeline.phases(), timeline.updates()
     lanes: list[tuple[str, Sequence[Span], Mapping[str, str]]] = [("phases", phases, _phase_colours(phases))]
     if updates:
@@ -116,18 +142,30 @@ def draw_timeline(timeline: Timeline, path: Path, title: str) -> Path:
     on_device = device_spans(updates, timeline.kernels, timeline.launches)
     if on_device:
         lanes.append(("update, device", on_device, UPDATE_COLOURS))
+    return _draw(lanes, path, title, timeline.seconds, timeline if timeline.kernels else None)
+
+
+Rows = Sequence[tuple[str, Sequence[Span], Mapping[str, str]]]
+
+
+def _draw(lanes: Rows, path: Path, title: str, seconds: float, device: Timeline | None) -> Path:
+    """Rows of bars over `seconds`; device: whose kernels get a row below them."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(13, 1.4 + 0.75 * (len(lanes) + bool(timeline.kernels))), layout="constrained")
+        figure = Figure(figsize=(13, 1.4 + 0.75 * (len(lanes) + (device is not None))), layout="constrained")
         axes = figure.add_subplot()
         for row, (_, spans, colours) in enumerate(lanes):
-            _lane(axes, row, spans, colours, timeline.seconds)
+            _lane(axes, row, spans, colours, seconds)
         labels = [name for name, _, _ in lanes]
-        if timeline.kernels:
-            _busy_lane(axes, len(lanes), timeline)
+        if device is not None:
+            _busy_lane(axes, len(lanes), device)
             labels.append("device busy")
         axes.set_yticks(range(len(labels)), labels)
         axes.set_ylim(len(labels) - 0.4, -0.6)
-        axes.set_xlim(0, timeline.seconds or 1.0)
+        axes.set_xlim(0, seconds or 1.0)
         axes.grid(axis="x")
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("seconds")
@@ -151,7 +189,7 @@ def _lane(axes: Axes, row: int, spans: Sequence[Span], colours: Mapping[str, str
     for span in spans:
         length = span.end - span.start
         axes.barh(row, length, left=span.start, height=0.62, color=colours[span.name], linewidth=0)
-        if seconds and length / seconds >= LETTER * max(len(span.name), 7):
+        if span.name != IDLE and seconds and length / seconds >= LETTER * max(len(span.name), 7):
             text = f"{span.name}\n{length:.3g} s"
             options: Any = {"ha": "center", "va": "center", "fontsize": 7.5, "color": "white", "clip_on": True}
             axes.text(span.start + length / 2, row, text, **options)
@@ -166,7 +204,7 @@ def _busy_lane(axes: Axes, row: int, timeline: Timeline) -> None:
     axes.text(timeline.seconds, row, f" {share.mean():.0%}", ha="left", va="center", fontsize=9, color=FAINT)
 
 
-def _legend(axes: Axes, lanes: Sequence[tuple[str, Sequence[Span], Mapping[str, str]]]) -> None:
+def _legend(axes: Axes, lanes: Rows) -> None:
     """Each name once, in the order of the rows."""
     from matplotlib.patches import Patch
 

@@ -32,7 +32,7 @@ def validate(parts: Parts, table: PromptTable, step: int, metrics: StepMetrics) 
     collected = collector.generate(
         table, range(count), n=cfg.run.validation_n, sampling=sampling, stream=VALIDATION_STREAM
     )
-    collector.score(table, collected, step)
+    collector.score(collected, step)
     mine = [_val_answer(table, collected, place) for place in collected.rollouts]
     scored = [a for part in parts.world.gather_objects([a for a in mine if a is not None]) for a in part]
     for name, value in validation_metrics(sorted(scored, key=lambda a: a.prompt_id)).items():

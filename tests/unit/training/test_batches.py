@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from rlspeed.engine.world import World
 from rlspeed.rollout.types import Rollout
 from rlspeed.training.batches import Answer, build_batches, gather_table, plan_minibatches
-from tests.whole_update import site_of
+from tests.whole_update import make_answers, site_of
 
 ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 
@@ -105,3 +106,31 @@ def test_batches_carry_tokens_and_generator_logprobs() -> None:
     assert batch.sequence_ids == (0, 1, 2)
     assert batch.input_ids[batch.loss_mask].tolist() == [50, 51, 70], "a masked answer trains no token"
     assert batch.get("rollout_logprobs").tolist() == [-0.5, -1.5, -2.5]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_sequences_left_out_later_train_no_token_and_leave_the_streams_of_others(shared: bool) -> None:
+    """What was computed for all answers stays where it lies; the mask is that of a pack that knew beforehand."""
+    table, rollouts = make_answers(groups=3, each=3, longest=5, vocabulary=60)
+    plans = plan_minibatches(
+        table,
+        shares=((0,),),
+        groups_per_minibatch=None,
+        balance=True,
+        capacity=40,
+        micro_batch_size=1,
+        seed=0,
+        shared=shared,
+    )
+    late = [replace(a, trains=n not in (1, 5)) for n, a in enumerate(table)]
+    (early,) = build_batches(ALONE, table, rollouts, [(site_of(ALONE), plans)], shared=shared)
+    (known,) = build_batches(ALONE, late, rollouts, [(site_of(ALONE), plans)], shared=shared)
+    for batch in (*early.batches, *known.batches):
+        numbers = torch.arange(batch.num_tokens, dtype=torch.float32)[batch.response_index()]
+        batch.put("place", numbers)
+    for batch, other in zip(early.without({1, 5}).batches, known.batches, strict=True):
+        assert torch.equal(batch.loss_mask, other.loss_mask)
+        assert torch.equal(batch.segment_ids(), other.segment_ids())
+        assert torch.equal(batch.get("place"), other.get("place"))
+        assert torch.equal(batch.get("rollout_logprobs"), other.get("rollout_logprobs"))
+    assert early.without(set()) is early

@@ -65,3 +65,28 @@ def test_the_peak_of_memory_is_never_reset(monkeypatch: pytest.MonkeyPatch) -> N
         if isinstance(node, ast.Attribute) and node.attr.startswith("reset_") and node.attr.endswith("memory_stats")
     }
     assert calls == {"room.py: reset_peak_memory_stats"}
+
+
+def test_waiting_for_others_is_counted_by_rank_and_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight of ten seconds are busy; what is waited for outside of the step is nobody's."""
+    gpu = Device()
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.wait)
+    monkeypatch.setattr(time, "perf_counter", lambda: gpu.now)
+    clock, metrics = Clock(torch.device("cuda", 0)), StepMetrics()
+    with clock.idle():
+        gpu.launch(5.0)
+    with clock.phase("step"):
+        with clock.phase("gen"):
+            gpu.launch(7.0)
+            with clock.idle():
+                gpu.launch(2.0)
+        gpu.launch(6.0)
+    assert clock.spans == [("idle", 12.0, 14.0), ("gen", 5.0, 14.0), ("step", 5.0, 20.0)]
+    idled = clock.idled
+    seconds = clock.take()
+    metrics.add_idle(3, seconds, idled)
+    metrics.add_idle(4, {"testing": 1.0}, {"testing": 1.0})
+    got = metrics.reduce(lambda value: [value])
+    assert got == {"busy/3": pytest.approx(13.0 / 15.0), "idle_s/3/gen": pytest.approx(2.0)}
+    assert clock.spans == []
+    assert clock.idled == {}

@@ -17,11 +17,12 @@ from rlspeed.config.schema import Optimizer
 from rlspeed.engine.packed import pack_sequences
 from rlspeed.engine.world import World
 from rlspeed.errors import ConfigError
+from rlspeed.training import timeline
 from rlspeed.training.clock import Clock
 from rlspeed.training.optim import MasterAdamW
 from rlspeed.training.profile import StepProfiler, read_timeline
 from rlspeed.training.roles import Trainable
-from rlspeed.training.timeline import Kernel, Span, Timeline, busy_share, device_spans, draw_timeline
+from rlspeed.training.timeline import Kernel, Lane, Span, Timeline, busy_share, device_spans, draw_lanes, draw_timeline
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 
@@ -114,3 +115,19 @@ def test_a_timeline_with_a_device_is_drawn(tmp_path: Path) -> None:
     assert imread(picture).shape[1] > 1000
     assert [p.name for p in picture.parent.iterdir()] == ["b.png"]
     assert draw_timeline(Timeline(ranges=(), kernels=(), launches={}), tmp_path / "c.png", "empty").exists()
+
+
+def test_all_ranks_are_drawn_in_one_picture(tmp_path: Path) -> None:
+    """A phase of which a rank waited for the end alone is idle; seconds count from the first move of any rank."""
+    spans = [Span(name="gen", start=-9.0, end=-5.0), Span(name="idle", start=-8.9, end=-5.0)]
+    works = [Span(name="values", start=-5.0, end=-1.0), Span(name="idle", start=-1.5, end=-1.0)]
+    lanes = [Lane(label="rank 0", spans=works), Lane(label="rank 1", spans=[*spans, *works])]
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timeline, "_lane", lambda axes, row, own, colours, seconds: drawn.append((own, seconds)))
+        assert draw_lanes(lanes, tmp_path / "ranks.png", "all").exists()
+    assert [[s.name for s in own] for own, _ in drawn] == [["values", "idle"], ["values", "idle", "idle"]]
+    assert {seconds for _, seconds in drawn} == {9.0}
+    assert drawn[1][0][0].start == 4.0
+    assert draw_lanes(lanes, tmp_path / "again.png", "all").exists()
+    assert lanes[0].before(1.0).spans[0].end == -2.0

@@ -89,7 +89,7 @@ def collected(scorer: Any, generator: BuiltinGenerator, *words: str) -> tuple[di
     )
     try:
         found = collector.generate(table, [7, 3, 5], n=2, sampling=collector.sampling, stream=1)
-        collector.score(table, found, 1)
+        collector.score(found, 1)
     finally:
         collector.close()
     return {place: score.total for place, score in found.scores.items()}, found
