@@ -36,6 +36,8 @@ def show_report(out: Console, report: Report, *, with_plan: bool, smoke: dict[st
     else:
         for line in (*_role_lines(report), *_memory_lines(report.forecasts), *_floor_lines(report)):
             out.print(line, highlight=False, soft_wrap=True, markup=False)
+    for line in report.comparison.lines() if report.comparison is not None else ():
+        out.print(line, highlight=False, soft_wrap=True, markup=False)
     if with_plan:
         _show_plan(out, report)
     if smoke is not None:

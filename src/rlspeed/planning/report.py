@@ -19,6 +19,7 @@ from rlspeed.planning.probe import read_shape
 from rlspeed.planning.recompute import keep_what_fits
 from rlspeed.planning.reshard import DTYPE_BYTES, ReshardPlan, plan_reshard
 from rlspeed.planning.shape import ModelShape
+from rlspeed.planning.split import Comparison, compare_split
 from rlspeed.planning.transition import actor_way, received_bytes, transition_requests
 
 MOST_PLANNED_RANKS = 64  # more are only counted: a list of millions of moves helps nobody
@@ -31,6 +32,7 @@ class Report:
     faults: what has to be mended; memory_faults: devices whose predicted peak does not fit. plan: of the transition,
     None when no model is known or the map cannot work. kept_blocks: with activation_checkpointing: auto, blocks of each
     model that do not compute their activations again; None without it, or when nothing is known of device or model.
+    comparison: of the models together and apart, None where there is nothing to compare.
     """
 
     devices: DeviceMap
@@ -44,6 +46,7 @@ class Report:
     plan: ReshardPlan | None
     vllm: bool
     kept_blocks: int | None = None
+    comparison: Comparison | None = None
 
     @property
     def problems(self) -> tuple[Fault, ...]:
@@ -70,6 +73,7 @@ class Report:
             ],
             "memory": [_forecast(f) for f in self.forecasts],
             "floors": [{"phase": f.phase, "seconds": f.seconds, "bound": f.bound} for f in self.floors],
+            "split": None if self.comparison is None else _comparison(self.comparison),
             "transition": {"received": dict(self.received), **_plan(self.plan)},
         }
 
@@ -109,6 +113,7 @@ def inspect_run(
     received: dict[int, int] = {}
     plan: ReshardPlan | None = None
     auto: RunSize | None = None
+    comparison: Comparison | None = None
     if known and profile is not None and not devices.check():
         received, plan = _transition(profile, devices, known, machine)
         size = run_size(profile, element_bytes=element_bytes(profile, machine), vllm=vllm)
@@ -117,6 +122,7 @@ def inspect_run(
             size = auto or size
         forecasts = forecast(devices, known, size, machine)
         floors = floor_times(devices, known, size, machine, received)
+        comparison = compare_split(devices, known, size, machine)
     return Report(
         devices=devices,
         machine=machine,
@@ -129,6 +135,7 @@ def inspect_run(
         plan=plan,
         vllm=vllm,
         kept_blocks=None if auto is None else auto.kept_blocks,
+        comparison=comparison,
     )
 
 
@@ -267,6 +274,14 @@ def _placement(place: Any) -> dict[str, Any]:
         "sp": place.sp,
         "tp": place.tp,
         "backend": place.backend,
+    }
+
+
+def _comparison(found: Comparison) -> dict[str, Any]:
+    ways = {"together": found.together, "apart": found.apart}
+    return {
+        "winner": found.winner,
+        **{n: {"seconds": w.seconds, "busy": w.busy, "fits": w.fits, "roles": w.text} for n, w in ways.items()},
     }
 
 
