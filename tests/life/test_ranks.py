@@ -125,6 +125,16 @@ def test_ranks_equal_one(one: Path, tmp_path: Path, layout: str) -> None:
         resumed_repeats_the_last_step(folder, ranks)
 
 
+def test_one_step_ahead_is_the_same_apart(tmp_path: Path) -> None:
+    """The actor answers the next prompts while the critic is updated: no bit depends on when."""
+    words = (*WORDS, "run.steps=3", "run.save_hf=false", "rollout.one_step_off=true", "rollout.correction=token_tis")
+    run(*words, f"run.dir={tmp_path / 'one'}")
+    run(*words, f"run.dir={tmp_path / 'two'}", "--nproc-per-node", "2", *LAYOUTS["apart2"][1])
+    found = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("one", "two")]
+    assert found[0] == found[1]
+    assert b'"rollout_corr/staleness": 1.0' in found[0]
+
+
 def resumed_repeats_the_last_step(folder: Path, ranks: int) -> None:
     """Resume after step 1, of a checkpoint whose tensors lie on tensor parallel x FSDP2.
 

@@ -110,6 +110,14 @@ def prefixes_can_be_shared(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
             yield _fault(loaded, key, found, f"{degree} of 1", "leave it out, or lower the degree")
 
 
+def stale_answers_are_corrected(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
+    """Answers of older weights are weighted by what the present ones think of them."""
+    r = loaded.profile.rollout
+    if r.one_step_off and r.correction == "none":
+        found = "true with rollout.correction=none"
+        yield _fault(loaded, "rollout.one_step_off", found, "a correction", "set rollout.correction=token_tis")
+
+
 def correction_band_is_a_band(loaded: LoadedProfile, _: int) -> Iterator[Fault]:
     """The masks keep weights between two ends."""
     r = loaded.profile.rollout
@@ -298,6 +306,7 @@ RULES = (
     adaptive_kl_is_in_the_reward,
     compile_or_recompute,
     prefixes_can_be_shared,
+    stale_answers_are_corrected,
     correction_band_is_a_band,
     overlong_buffer_fits_the_answer,
     actor_learns_at_some_step,

@@ -167,6 +167,9 @@ class Rollout(Section):
     """Upper end of the weights of `correction`."""
     correction_lower: NonNegativeFloat = 0.5
     """Lower end of the band of the mask corrections."""
+    one_step_off: bool = False
+    """Generate the next step's answers before this step's update, with weights that are one update old when the answers
+    train: the critic is updated meanwhile on devices of its own. Needs a correction."""
     parity_tolerance: PositiveFloat = 0.05
     """Largest mean |log-prob difference| between generator and trainer that start-up and each step accept."""
     parity_alarm: Literal["stop", "warn"] = "stop"

@@ -28,13 +28,16 @@ from rlspeed.training.stop import StopFlag
 class Collected:
     """This rank's answers of a step: by (position of the prompt in the step, number of the answer).
 
-    early: answers that the reward model had scored when generation ended; None where it scores them together.
+    version: of the weights that generated them. early: answers that the reward model had scored when generation ended;
+    None where it scores them together.
     """
 
     rollouts: dict[tuple[int, int], Rollout]
     rows: dict[int, int]
     scores: dict[tuple[int, int], Score] = field(default_factory=dict)
     early: int | None = None
+    version: int = 0
+    under_way: _UnderWay | None = None
 
 
 @dataclass(slots=True)
@@ -104,12 +107,14 @@ class Collector:
         stream: int,
         enough: int | None = None,
         lengths: FixedLengths = "none",
+        ahead: bool = False,
     ) -> Collected:
         """`n` answers to each of this rank's share of `rows`.
 
         enough: over all ranks, the prompts whose answers are wanted; each rank goes on when its share of them is
         complete, and the other prompts are left out. None: all. lengths: `rollout.fix_lengths`; other than none, each
-        answer has its drawn length whatever is sampled.
+        answer has its drawn length whatever is sampled. ahead: for the next step, on the makers alone: the ranks do not
+        meet, and what is to be scored waits.
 
         The random stream of an answer depends on run.seed, `stream` (the step), the row and the answer's number alone,
         so neither ranks nor batches nor a resumed run change what is drawn.
@@ -127,17 +132,24 @@ class Collector:
                     Prompt(prompt_id=group, sample_id=sample_id, token_ids=tokens, seed=seed, max_new_tokens=limit)
                 )
         # what may be dropped is not scored; functions that take a batch get it in the order of the prompts
-        streams = (enough is None or enough >= len(rows)) and not self.pool.takes_batches
-        self._now = _UnderWay(table, rows, {(r.prompt_id, r.sample_id) for r in requests} if streams else set())
+        streams = (enough is None or enough >= len(rows)) and not self.pool.takes_batches and not ahead
+        now = self._now = _UnderWay(table, rows, {(r.prompt_id, r.sample_id) for r in requests} if streams else set())
         if lengths != "none":
             sampling = replace(sampling, stop=(), stop_token_ids=())
         try:
             rollouts = self._answers(requests, sampling, len(rows), enough)
         except GenerationStopped:
             rollouts = []
-        self.stop.agree()
+        self._now = None
+        if not ahead:
+            self.stop.agree()
         answers = {(r.prompt_id, r.sample_id): r for r in rollouts}
-        return Collected(rollouts=answers, rows={group: rows[group] for group, _ in answers})
+        return Collected(
+            rollouts=answers,
+            rows={group: rows[group] for group, _ in answers},
+            version=self.generator.version,
+            under_way=now,
+        )
 
     def _mine(self, prompts: int) -> range:
         """Places of this rank's share of the step's prompts."""
@@ -154,17 +166,21 @@ class Collector:
         assert isinstance(self.generator, BuiltinGenerator), "the configuration allows no other"
         return self.generator.generate_enough(requests, sampling, groups=mine)
 
+    def nothing(self, table: PromptTable, rows: Sequence[int]) -> _UnderWay:
+        """Of a rank that generates nothing."""
+        return _UnderWay(table, rows, set())
+
     def answers(self, collected: Collected) -> list[Answer]:
         """This rank's answers as far as they are known before they are scored."""
         return [self._answer(collected, place, Score(total=0.0)) for place in collected.rollouts]
 
     def score(self, collected: Collected, step: int) -> list[Answer]:
-        """Rewards of the answers of the last `generate`; fills `collected.scores`.
+        """Rewards of the answers of one `generate`; fills `collected.scores`.
 
         Raises:
             RewardError: a function failed and the policy is to stop, on the rank where it happened.
         """
-        now, self._now = self._now, None
+        now = collected.under_way
         assert now is not None, "answers are generated before they are scored"
         if isinstance(self.scorer, StreamScorer):
             collected.early = self.scorer.done

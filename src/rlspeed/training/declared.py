@@ -122,6 +122,7 @@ UPDATES = (
     _mean("rollout_corr/k3_kl", "nats", "trained tokens", "KL(generator || trainer), k3."),
     _mean("rollout_corr/outside_ratio", "share", "trained tokens", "Tokens with a ratio outside of 1/1.05..1.05."),
     _mean("rollout_corr/weight_mean", "", "trained tokens", "Factor that corrects for the generator's probabilities."),
+    _of("global", "rollout_corr/staleness", "updates", "Updates since the weights that generated; one_step_off only."),
     _of("global", "rollout_corr/policy_version", "updates", "Weight updates that the generator had seen."),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rlspeed.planning.report import as_it_runs, on_host
 from rlspeed.training import checkpoint, rundir
 from rlspeed.training.checks import check_gap
 from rlspeed.training.clock import Clock
+from rlspeed.training.collect import Collected
 from rlspeed.training.display import Display
 from rlspeed.training.export import export_hf
 from rlspeed.training.loggers import METRICS_FILE, JsonLines, Loggers
@@ -63,6 +64,7 @@ class Job:
         stop.waiting = self.clock.idle
         self.step = 0
         self.total_tokens = 0
+        self.ahead: Collected | None = None
         self.notes: list[str] = list(stands_in)
         _seed_everything(self.profile.run.seed)
         self.display = Display(enabled=world.is_main)
@@ -116,7 +118,16 @@ class Job:
         number = self.clock.step = self.step + 1
         metrics = StepMetrics()
         with self.profiler.step(number), self.clock.phase("step"):
-            result = ppo_step(self.setup.parts, number, self.setup.stream.batch(self.step), self.kl.coef, metrics)
+            result = ppo_step(
+                self.setup.parts,
+                number,
+                self.setup.stream.batch(self.step),
+                self.kl.coef,
+                metrics,
+                ahead=self.ahead,
+                following=self._following(number),
+            )
+            self.ahead = result.ahead
             with self.clock.idle():
                 self.world.barrier()  # the step has one end, so that what was idle shows
         self.profiler.draw_ranks(number, self._lanes(number))
@@ -143,8 +154,15 @@ class Job:
             lanes.append(Lane(label=f"rank {rank}: reward model", spans=scored))
         return [lane.before(end) for lane in lanes]
 
+    def _following(self, number: int) -> Sequence[int] | None:
+        """Prompts that are answered one step ahead; None where every step answers its own."""
+        last = number == self.setup.total_steps
+        return self.setup.stream.batch(number) if self.profile.rollout.one_step_off and not last else None
+
     def _compare(self, values: Mapping[str, float], number: int) -> None:
         """Generator against trainer on the step's own answers: rollout.parity_alarm says whether a gap ends the run."""
+        if values.get("rollout_corr/staleness"):
+            return  # other weights are meant to have other log-probs; the correction is for that
         try:
             check_gap(values, number, self.profile.rollout.parity_tolerance)
         except RunError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from rlspeed.engine.exchange import Stream, exchange_streams
 from rlspeed.engine.packed import PackedBatch
 from rlspeed.engine.world import World
+from rlspeed.planning.devices import Role
 from rlspeed.training.batches import Answer, Laid
 
 
@@ -20,6 +21,18 @@ class Journey:
     name: str
     source: Laid
     target: Laid
+
+
+def journeys(bins: Mapping[Role, Laid], kl_where: str) -> list[Journey]:
+    """What the actor needs for its loss and for the credit, and the critic for the credit, from other ranks."""
+    ways = [(Role.CRITIC, Role.ACTOR, "values"), (Role.REFERENCE, Role.ACTOR, "ref_logprobs")]
+    if kl_where == "reward":
+        ways += [(Role.ACTOR, Role.CRITIC, "old_logprobs"), (Role.REFERENCE, Role.CRITIC, "ref_logprobs")]
+    return [
+        Journey(name=name, source=bins[source], target=bins[target])
+        for source, target, name in ways
+        if source in bins and target in bins
+    ]
 
 
 def bring(world: World, table: Sequence[Answer], journeys: Sequence[Journey]) -> None:

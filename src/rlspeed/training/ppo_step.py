@@ -22,7 +22,7 @@ from rlspeed.training.collect import Collected, Collector
 from rlspeed.training.credit import assign_advantages, leave_out
 from rlspeed.training.grid import Grid
 from rlspeed.training.handover import Handover
-from rlspeed.training.meet import Journey, bring
+from rlspeed.training.meet import bring, journeys
 from rlspeed.training.metrics import StepMetrics
 from rlspeed.training.roles import Roles, Updated, actor_waits
 from rlspeed.training.seeds import seed_of
@@ -59,16 +59,30 @@ class Parts:
 class StepResult:
     """What the loop needs from a finished step.
 
-    mean_kl: mean over sequences of the KL per token in the reward, for the controller. collected: this rank's answers.
+    mean_kl: mean over sequences of the KL per token in the reward, for the controller. collected: this rank's answers;
+    ahead: those of the next step, where they were asked for.
     """
 
     mean_kl: float
     collected: Collected
     table: list[Answer]
+    ahead: Collected | None = None
 
 
-def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metrics: StepMetrics) -> StepResult:
+def ppo_step(
+    parts: Parts,
+    step: int,
+    rows: Sequence[int],
+    kl_coef: float,
+    metrics: StepMetrics,
+    *,
+    ahead: Collected | None = None,
+    following: Sequence[int] | None = None,
+) -> StepResult:
     """Run training step `step` (from 1) on the prompts `rows`.
+
+    ahead: answers to them that the step before has generated; None: they are generated now. following: prompts of the
+    next step, which are to be answered before this one's update (rollout.one_step_off).
 
     Every rank runs this with the same arguments. Nothing is changed before all ranks have agreed, after the last
     scoring pass, that no stop was asked for.
@@ -77,17 +91,7 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
         StopRequested: a stop was asked for before the update began.
     """
     cfg, world, grid, clock = parts.profile, parts.world, parts.grid, parts.clock
-    generate_ready(parts, metrics)
-    with clock.phase("gen"):
-        collected = parts.collector.generate(
-            parts.train_table,
-            rows,
-            n=cfg.rollout.n,
-            sampling=parts.collector.sampling,
-            stream=step,
-            enough=cfg.data.batch_size if cfg.rollout.overprovision > 1.0 else None,
-            lengths=cfg.rollout.fix_lengths,
-        )
+    collected = ahead or _generate(parts, rows, step, metrics)
     record_generation(metrics, getattr(parts.collector.generator, "stats", None))
     if not cfg.model.actor.enable_auto_repartition_for_training:
         parts.handover.to_training()  # the explicit call; otherwise the first pass below changes over
@@ -110,16 +114,42 @@ def ppo_step(parts: Parts, step: int, rows: Sequence[int], kl_coef: float, metri
     padded, prefixes = not cfg.model.use_remove_padding, cfg.model.shared_prefixes
     record_sizes(shared, table, home.plans, grid.home, padded=padded, shared=prefixes)
     with clock.phase("meet"), clock.idle():
-        bring(world, table, _journeys(bins, cfg.algorithm.kl.where))
+        bring(world, table, journeys(bins, cfg.algorithm.kl.where))
     with clock.phase("adv"):
         mean_kl = _mean_kl(parts, home)
         _credit(parts, bins, table, kl_coef)
         record_streams(shared, home.batches)
     parts.stop.agree()
+    later = None
+    if following is not None:
+        # the actor's ranks alone: the critic is updated meanwhile where it has ranks of its own
+        later = _generate(parts, following, step + 1, metrics, ahead=True)
     _update(parts, step, table, bins, kl_coef, metrics)
+    _record_run(parts, home, mean_kl, kl_coef, metrics, collected.version)
     parts.handover.updated()
-    _record_run(parts, home, mean_kl, kl_coef, metrics)
-    return StepResult(mean_kl=mean_kl, collected=collected, table=table)
+    return StepResult(mean_kl=mean_kl, collected=collected, table=table, ahead=later)
+
+
+def _generate(parts: Parts, rows: Sequence[int], step: int, metrics: StepMetrics, *, ahead: bool = False) -> Collected:
+    """Answers to the prompts of `step`; ahead: of the next one, and nothing on ranks outside of the actor."""
+    cfg, collector = parts.profile, parts.collector
+    if ahead and not parts.grid.home.here:
+        return Collected(rollouts={}, rows={}, under_way=collector.nothing(parts.train_table, rows))
+    generate_ready(parts, metrics)
+    with parts.clock.phase("gen"):
+        out = collector.generate(
+            parts.train_table,
+            rows,
+            n=cfg.rollout.n,
+            sampling=collector.sampling,
+            stream=step,
+            enough=cfg.data.batch_size if cfg.rollout.overprovision > 1.0 else None,
+            lengths=cfg.rollout.fix_lengths,
+            ahead=ahead,
+        )
+    if ahead and not cfg.model.actor.enable_auto_repartition_for_training:
+        parts.handover.to_training()
+    return out
 
 
 def _lay(parts: Parts, step: int, table: Sequence[Answer], collected: Collected) -> dict[Role, Laid]:
@@ -148,18 +178,6 @@ def _lay(parts: Parts, step: int, table: Sequence[Answer], collected: Collected)
     return {role: found[site] for role, site in grid.sites.items()}
 
 
-def _journeys(bins: Mapping[Role, Laid], kl_where: str) -> list[Journey]:
-    """What the actor needs for its loss and for the credit, and the critic for the credit, from other ranks."""
-    ways = [(Role.CRITIC, Role.ACTOR, "values"), (Role.REFERENCE, Role.ACTOR, "ref_logprobs")]
-    if kl_where == "reward":
-        ways += [(Role.ACTOR, Role.CRITIC, "old_logprobs"), (Role.REFERENCE, Role.CRITIC, "ref_logprobs")]
-    return [
-        Journey(name=name, source=bins[source], target=bins[target])
-        for source, target, name in ways
-        if source in bins and target in bins
-    ]
-
-
 def _credit(parts: Parts, bins: Mapping[Role, Laid], table: Sequence[Answer], kl_coef: float) -> None:
     """Advantages and returns where they are learned from: at the actor's site and at the critic's."""
     for laid in dict.fromkeys(bins[role] for role in (Role.ACTOR, Role.CRITIC) if role in bins):
@@ -176,8 +194,8 @@ def generate_ready(parts: Parts, metrics: StepMetrics) -> None:
         record_transition(metrics, done, parts.world.device)
 
 
-def _record_run(parts: Parts, home: Laid, mean_kl: float, kl_coef: float, metrics: StepMetrics) -> None:
-    """Numbers that are the same on all ranks of the actor."""
+def _record_run(parts: Parts, home: Laid, mean_kl: float, kl_coef: float, metrics: StepMetrics, version: int) -> None:
+    """Numbers that are the same on all ranks of the actor. version: of the weights that the answers are from."""
     if home.site.data is None:
         return
     where = parts.profile.algorithm.kl.where
@@ -186,7 +204,9 @@ def _record_run(parts: Parts, home: Laid, mean_kl: float, kl_coef: float, metric
         metrics.add("actor/reward_kl_penalty_coeff", kl_coef)
     if where == "loss":
         metrics.add("actor/kl_coef", kl_coef)
-    metrics.add("rollout_corr/policy_version", float(parts.collector.generator.version))
+    metrics.add("rollout_corr/policy_version", float(version))
+    if parts.profile.rollout.one_step_off:
+        metrics.add("rollout_corr/staleness", float(parts.handover.version - version))
     if parts.profile.algorithm.kind == "ppo":
         explained = explained_variance(home.batches, home.site.data)
         if explained is not None:

@@ -45,6 +45,7 @@ class LastToFirst(BuiltinGenerator):
 
     def __init__(self, after: Any) -> None:
         self.after = after
+        self.version = 0
         self.heard: list[bool] = []
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Rollout]:
