@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -57,7 +58,9 @@ def test_life_20_a_killed_rank_ends_all(start, tmp_path: Path, ranks: int, busy:
     text = run.text()
     assert "rank 1 ended first, killed by SIGKILL" in text.splitlines()[-1], text
     assert "rank 1 is gone without a word" in text
-    assert "step 1, phase reward" in text
+    assert re.search("step 1, phase (gen|exchange|old_log_prob|ref|values|reward)", text), (
+        "functions run while others are generated"
+    )
     assert "Traceback" not in text
     end = time.monotonic() + 10
     while any(map(alive, processes)):
@@ -80,7 +83,10 @@ def test_life_21_a_hang_is_reported_with_phase_and_rank(start, tmp_path: Path, h
     if hang == "sleeps":
         assert run.process.wait(ENDS_WITHIN_SECONDS) == 1, run.text()
     text = run.text()
-    assert "hang in step 1, phase reward: rank 1 has not come where rank 0 waits" in text
+    phase = (
+        "reward" if hang == "sleeps" else "(gen|exchange|old_log_prob|ref|values|reward)"
+    )  # the pattern begins beside generation
+    assert re.search(f"hang in step 1, phase {phase}: rank 1 has not come where rank 0 waits", text)
     assert "reward.py" in text, "the stack of the late rank"
     assert "in compute_score" in text or "in match" in text
 
